@@ -1,0 +1,102 @@
+"""What a device is: streams, events and pinned buffers behind one small interface.
+
+Owns no implementation. Everything above this package is device-neutral: it hands *work* (a function and its
+arguments) to a stream and talks to it only through preallocated buffers, never through return values (I3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Region = tuple[str, int]
+"""A named piece of memory that the host and streams share, e.g. ("staging.host", 1), ("page", 17), ("row", 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The shared regions that one piece of work reads and writes; only a checking device looks at it."""
+
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+
+
+class Event(Protocol):
+    """A point in a stream. Recorded again, it means the newer point."""
+
+    def query(self) -> bool:
+        """True once everything before the recorded point is done (True as well if never recorded). Never blocks."""
+
+    def synchronize(self) -> None:
+        """Block the host until the recorded point is reached. Re-raises an error of the work before it."""
+
+
+class Stream(Protocol):
+    """An in-order queue of work. The host never waits for it except through an event or `synchronize`."""
+
+    name: str
+
+    def run(self, work: Callable[..., None], *args: object, access: Callable[[], Access] | None = None) -> None:
+        """Enqueue `work(*args)`; returns before it is done. hot path
+
+        `access` declares the shared regions that the work touches. It is called only by a checking device.
+        """
+
+    def record(self, event: Event) -> None:
+        """Enqueue the recording of `event`."""
+
+    def wait(self, event: Event) -> None:
+        """Make work enqueued after this wait for `event` as recorded now. Never blocks the host."""
+
+    def wait_stream(self, other: Stream) -> None:
+        """Make work enqueued after this wait for everything enqueued in `other` so far. Never blocks the host."""
+
+    def synchronize(self) -> None:
+        """Block the host until everything enqueued so far is done (start-up and tests, never in the loop)."""
+
+
+class HostBuffer(Protocol):
+    """Page-locked host memory, seen as a numpy array by the host and as a torch tensor by work on streams."""
+
+    array: npt.NDArray[np.generic]
+    tensor: torch.Tensor
+
+
+class Device(Protocol):
+    """A place to run work. `close` ends its threads; afterwards nothing may be enqueued."""
+
+    torch_device: torch.device
+    checking: bool
+    """True when accesses are checked; callers may then skip fast paths that would hide accesses."""
+
+    def stream(self, name: str, priority: int = 0) -> Stream:
+        """A new stream; a lower `priority` number runs first where the hardware can."""
+
+    def event(self, timing: bool = False) -> Event:
+        """A new event. With `timing`, `seconds_between` may use it."""
+
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        """Device time from `begin` to `end` in seconds; both recorded with timing and done. Never blocks."""
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostBuffer:
+        """Zeroed page-locked host memory."""
+
+    def now(self) -> float:
+        """Host clock in seconds (monotonic; a virtual device answers with virtual time)."""
+
+    def host_access(self, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
+        """Declare that the host touches shared regions now; a no-op except on a checking device. hot path"""
+
+    def released(self, regions: Iterable[Region]) -> None:
+        """Declare that the owner gives these regions up: no launched work may use them any more (I2).
+
+        A checking device verifies exactly that and poisons them; elsewhere a no-op.
+        """
+
+    def close(self) -> None:
+        """End the device's threads after the work enqueued so far. Idempotent."""
