@@ -7,6 +7,7 @@ arguments) to a stream and talks to it only through preallocated buffers, never 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,26 +15,47 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stretto.errors import StrettoError
+
 Region = tuple[str, int]
 """A named piece of memory that the host and streams share, e.g. ("staging.host", 1), ("page", 17), ("row", 3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The shared regions that one piece of work reads and writes; only a checking device looks at it."""
+    """The shared regions that one piece of work reads and writes; only a checking device looks at it.
+
+    `reads` names what was written *before* this work. What the work first writes and then reads itself is a write only:
+    a prefill chunk reads the pages of its context so far and writes the pages of its new tokens.
+    """
 
     reads: tuple[Region, ...] = ()
     writes: tuple[Region, ...] = ()
+
+
+class DeviceFault(StrettoError):
+    """Work on a device failed: says which; the work's own exception is the cause. The device takes no more work."""
+
+
+class DeviceClosed(StrettoError):
+    """Work was handed to a device after its `close`."""
 
 
 class Event(Protocol):
     """A point in a stream. Recorded again, it means the newer point."""
 
     def query(self) -> bool:
-        """True once everything before the recorded point is done (True as well if never recorded). Never blocks."""
+        """True once everything before the recorded point is done (True as well if never recorded). Never blocks.
+
+        Raises DeviceFault if the point came after work that failed.
+        """
 
     def synchronize(self) -> None:
-        """Block the host until the recorded point is reached. Re-raises an error of the work before it."""
+        """Block the host until the recorded point is reached, the GIL released.
+
+        Raises DeviceFault if the point came after work that failed; a point before it was reached and stays good, so
+        the results of the steps before a fault can still be taken.
+        """
 
 
 class Stream(Protocol):
@@ -44,7 +66,8 @@ class Stream(Protocol):
     def run(self, work: Callable[..., None], *args: object, access: Callable[[], Access] | None = None) -> None:
         """Enqueue `work(*args)`; returns before it is done. hot path
 
-        `access` declares the shared regions that the work touches. It is called only by a checking device.
+        `access` declares the shared regions that the work touches. It is called only by a checking device. Raises
+        DeviceFault if earlier work is known to have failed, DeviceClosed after `close`.
         """
 
     def record(self, event: Event) -> None:
@@ -63,8 +86,13 @@ class Stream(Protocol):
 class HostBuffer(Protocol):
     """Page-locked host memory, seen as a numpy array by the host and as a torch tensor by work on streams."""
 
-    array: npt.NDArray[np.generic]
-    tensor: torch.Tensor
+    @property
+    def array(self) -> npt.NDArray[np.generic]:
+        """The memory as the host sees it."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The same memory as work on streams sees it."""
 
 
 class Device(Protocol):
@@ -84,7 +112,10 @@ class Device(Protocol):
         """Device time from `begin` to `end` in seconds; both recorded with timing and done. Never blocks."""
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostBuffer:
-        """Zeroed page-locked host memory."""
+        """Page-locked host memory with undefined contents (a checking device fills it with poison).
+
+        Raises NotSupported for a dtype that numpy does not have (bfloat16, float8).
+        """
 
     def now(self) -> float:
         """Host clock in seconds (monotonic; a virtual device answers with virtual time)."""
@@ -92,11 +123,21 @@ class Device(Protocol):
     def host_access(self, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
         """Declare that the host touches shared regions now; a no-op except on a checking device. hot path"""
 
+    def taken(self, regions: Iterable[Region]) -> None:
+        """Declare that these regions have a (new) owner, who must write before anybody reads. hot path
+
+        Needed where a region was `released` before: until then every access to it is an error. A no-op except on a
+        checking device, which also verifies that nobody owns them already.
+        """
+
     def released(self, regions: Iterable[Region]) -> None:
         """Declare that the owner gives these regions up: no launched work may use them any more (I2).
 
-        A checking device verifies exactly that and poisons them; elsewhere a no-op.
+        A checking device verifies exactly that and poisons them; elsewhere a no-op. hot path
         """
+
+    def running(self) -> AbstractContextManager[None]:
+        """The scope in which the owner of the engine loop runs it; tunes the interpreter for it where that matters."""
 
     def close(self) -> None:
         """End the device's threads after the work enqueued so far. Idempotent."""
