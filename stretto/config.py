@@ -1,0 +1,136 @@
+"""EngineConfig: every option of the engine, its default and its check. The only place that knows them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stretto.errors import InvalidRequest
+
+MAX_OVERLAP_DEPTH = 8
+DTYPES = ("auto", "float32", "float16", "bfloat16", "int4")
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCH_POLICIES = ("mixed", "prefill-first")
+DEFAULT_OVERLAP_DEPTH = {"cpu": 1, "cuda": 1}
+
+BatchPolicy = Literal["mixed", "prefill-first"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What the scheduler needs to know; no model, no device. Lengths are in tokens."""
+
+    max_num_seqs: int = 64
+    """Requests that may run at once (that may still produce tokens)."""
+    max_num_batched_tokens: int = 512
+    """Tokens of one step; longer prompts are computed in chunks of at most this many."""
+    max_model_len: int = 2048
+    """Longest sequence, prompt and output together."""
+    page_size: int = 16
+    """Tokens per KV page."""
+    num_pages: int = 1024
+    """KV pages of the pool, page 0 (padding) included."""
+    overlap_depth: int = 1
+    """Steps that may be launched and not yet processed; 0 is the normal loop."""
+    batch_policy: BatchPolicy = "mixed"
+    """`mixed`: decode rows and prefill chunks share a step; `prefill-first`: a step has one kind, prefill before decode."""
+    max_logprobs: int = 20
+    """Largest number of top log-probabilities that a request may ask for."""
+    max_stop_ids: int = 16
+    """Stop token ids (end-of-sequence ids included) that a request may have."""
+    eos_ids: tuple[int, ...] = ()
+    """Token ids that end a sequence unless the request ignores them."""
+    vocab_size: int = 0
+    """Size of the vocabulary; token ids are below it."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "vocab_size"):
+            _at_least(name, getattr(self, name), 1)
+        if not 0 <= self.overlap_depth <= MAX_OVERLAP_DEPTH:
+            raise InvalidRequest(f"overlap_depth is {self.overlap_depth}; allowed: 0 to {MAX_OVERLAP_DEPTH}")
+        if self.page_size not in PAGE_SIZES:
+            raise InvalidRequest(f"page_size is {self.page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+        if self.batch_policy not in BATCH_POLICIES:
+            raise InvalidRequest(f"batch_policy is {self.batch_policy!r}; allowed: {', '.join(BATCH_POLICIES)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidRequest(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
+                "a step could not hold one token of every running request; raise the one or lower the other"
+            )
+        usable = (self.num_pages - 1) * self.page_size
+        if usable < self.max_model_len:
+            raise InvalidRequest(
+                f"the KV cache holds {usable} tokens ({self.num_pages - 1} pages of {self.page_size}), fewer than "
+                f"max_model_len ({self.max_model_len}): lower max_model_len or give the cache more memory"
+            )
+        if len(self.eos_ids) > self.max_stop_ids:
+            raise InvalidRequest(f"{len(self.eos_ids)} end-of-sequence ids; max_stop_ids is {self.max_stop_ids}")
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the request tables: slot 0 is padding, and finishing requests must not keep new ones out."""
+        return 2 * self.max_num_seqs + 1
+
+    @property
+    def max_pages_per_request(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest step."""
+        return self.max_num_seqs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of an engine as the user gives them; `None` means: chosen from the model and the machine."""
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    hf_token: str | None = field(default=None, repr=False)
+    load_format: LoadFormat = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    page_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    num_pages: int | None = None
+    overlap_depth: int | None = None
+    batch_policy: BatchPolicy = "mixed"
+    max_logprobs: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise InvalidRequest("model is empty; give a directory, a .gguf file, a hub id or the alias smollm2-135m")
+        if self.dtype not in DTYPES:
+            raise InvalidRequest(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        if self.load_format not in ("auto", "dummy"):
+            raise InvalidRequest(f"load_format is {self.load_format!r}; allowed: auto, dummy")
+        if self.device != "auto" and self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise InvalidRequest(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N")
+        for name in ("num_threads", "max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_pages"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_logprobs", self.max_logprobs, 0)
+        if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
+            raise InvalidRequest("num_pages and kv_cache_memory_bytes both given; give one of them")
+
+    def resolved_overlap_depth(self, device_type: str) -> int:
+        """The overlap depth to use: STRETTO_DISABLE_OVERLAP=1 wins, then the option, then the device's default."""
+        if os.environ.get("STRETTO_DISABLE_OVERLAP", "0") not in ("", "0"):
+            return 0
+        return DEFAULT_OVERLAP_DEPTH[device_type] if self.overlap_depth is None else self.overlap_depth
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidRequest(f"{name} is {value!r}; allowed: a whole number of at least {least}")

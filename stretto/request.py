@@ -1,0 +1,241 @@
+"""What a user asks for and what comes back: SamplingParams, RequestOutput and their parts (names follow vLLM's).
+
+Also the scheduler's `Request`: one prompt and its parameters, from arrival to its finish reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.errors import InvalidRequest, NotSupported
+
+TokenArray = npt.NDArray[np.int32]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence id, a stop token id or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the context length."""
+    ABORT = "abort"
+    """The client left or called abort."""
+    ERROR = "error"
+    """The model gave logits that are not numbers; the other requests go on."""
+
+
+_NOT_BUILT = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "prompt_logprobs": None,
+    "bad_words": None,
+    "allowed_token_ids": None,
+    "logits_processors": None,
+    "structured_outputs": None,
+}
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """How to choose tokens, with the names and defaults of vLLM's class of the same name.
+
+    Checked when it is made: `InvalidRequest` says what was given and what is allowed, `NotSupported` names a field
+    that is not built yet.
+    """
+
+    n: int = 1
+    """Samples per prompt."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    """0 takes the most likely token; larger is more random."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; in (0, 1]."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens below this fraction of the most likely token's probability; in [0, 1]."""
+    seed: int | None = None
+    """Makes the samples reproducible, whatever else runs; None takes fresh entropy."""
+    stop: str | list[str] | None = None
+    """Strings that end the text when they appear in it."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end the text."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+    max_tokens: int | None = 16
+    """New tokens at most; None: as many as the context length allows."""
+    min_tokens: int = 0
+    """New tokens before an end-of-sequence or stop token id may be chosen."""
+    logprobs: int | None = None
+    """Log-probabilities of this many top tokens with each new token (0: only the chosen one)."""
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    """False leaves `text` empty (then `stop` cannot be used)."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logits_processors: list[object] | None = None
+    structured_outputs: object | None = None
+
+    def __post_init__(self) -> None:
+        for name, default in _NOT_BUILT.items():
+            value = getattr(self, name)
+            if value != default:
+                raise NotSupported(f"{name}={value!r}: not built yet; leave it at {default!r}")
+        if not self.spaces_between_special_tokens:
+            raise NotSupported("spaces_between_special_tokens=False: not built yet; leave it at True")
+        _check_int("n", self.n, 1)
+        _check_real("temperature", self.temperature, 0.0, math.inf)
+        _check_real("min_p", self.min_p, 0.0, 1.0)
+        _check_real("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p is 0.0; allowed: above 0 and up to 1 (use temperature=0 for the likeliest token)")
+        _check_int("top_k", self.top_k, -1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63))
+            if self.seed >= 2**63:
+                raise InvalidRequest(f"seed is {self.seed}; allowed: a 64-bit signed whole number")
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0)
+        for token_id in self.stop_token_ids or ():
+            _check_int("an entry of stop_token_ids", token_id, 0)
+        stops = self.stop_strings
+        if any(not isinstance(s, str) or not s for s in stops):
+            raise InvalidRequest(f"stop is {self.stop!r}; allowed: a string or a list of strings, none of them empty")
+        if stops and not self.detokenize:
+            raise InvalidRequest("stop strings need detokenize=True; use stop_token_ids without it")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token: natural logarithm, from the raw logits."""
+
+    logprob: float
+    rank: int | None
+    """1 for the likeliest token of the vocabulary."""
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort` or `error`; None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; None for end-of-sequence and other reasons."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a prompt gave so far; `finished` once all its samples have ended."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+
+
+class RequestState(StrEnum):
+    """Where a request is. FINISHED is sticky."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    RETIRING = "retiring"
+    """Its last step by length is launched; only its results are awaited."""
+    PREEMPTING = "preempting"
+    """Chosen to give its pages back; waits for its launched steps, then goes back to WAITING."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt and its parameters in the scheduler, from arrival to its finish reason. The scheduler owns it."""
+
+    uid: int
+    """Number of arrival; also the tie-break of every order, so that all ranks decide alike."""
+    prompt_ids: TokenArray
+    params: SamplingParams
+    seed: int
+    final_len: int
+    """Sequence length at which it ends by length: prompt + max_tokens, at most the context length."""
+    stop_ids: tuple[int, ...]
+    """End-of-sequence ids (unless ignored) and stop token ids."""
+    priority: int = 0
+    """Smaller runs earlier."""
+    state: RequestState = RequestState.WAITING
+    slot: int = 0
+    """Row of the request tables while it holds one, else 0."""
+    pages: list[int] = field(default_factory=list)
+    token_ids: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """Prompt and output while it holds no slot (before admission, after preemption or release)."""
+    num_output: int = 0
+    """Output tokens processed and valid so far."""
+    num_cached: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    """The token id that stopped it, for FinishReason.STOP."""
+    logprobs: list[TokenLogprobs] | None = None
+    num_preemptions: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Key of first come, first served within a priority."""
+        return (self.priority, self.uid)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities that came with one output token (host values)."""
+
+    logprob: float
+    rank: int
+    top_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidRequest(f"{name} is {value!r}; allowed: a whole number of at least {least}")
+
+
+def _check_real(name: str, value: object, least: float, most: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most or value == math.inf:
+        raise InvalidRequest(f"{name} is {value!r}; allowed: a number from {least} to {most}")
