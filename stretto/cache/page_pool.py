@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ class PagePool:
         self.num_pages = num_pages
         self._references = np.zeros(num_pages, np.int32)
         self._references[0] = 1
-        self._free = list(range(num_pages - 1, 0, -1))
+        self._free = list(range(1, num_pages))  # a heap: the lowest page first
 
     @property
     def num_free(self) -> int:
@@ -32,10 +33,7 @@ class PagePool:
         """Take `n` free pages (count 1 each). Raises PagesExhausted if fewer are free; then nothing is taken."""
         if n > len(self._free):
             raise PagesExhausted(f"{n} pages wanted, {len(self._free)} of {self.num_pages - 1} are free")
-        if n == 0:
-            return []
-        pages = self._free[: -n - 1 : -1]
-        del self._free[-n:]
+        pages = [heapq.heappop(self._free) for _ in range(n)]
         self._references[pages] = 1
         return pages
 
@@ -54,10 +52,8 @@ class PagePool:
                 raise RuntimeError(f"page {page} is given back but nobody holds it")
             self._references[page] -= 1
             if self._references[page] == 0:
+                heapq.heappush(self._free, page)
                 freed.append(page)
-        if freed:
-            self._free.extend(freed)
-            self._free.sort(reverse=True)
         return freed
 
     def references(self, page: int) -> int:

@@ -1,0 +1,69 @@
+"""What a step is on the host: the plan that is launched, and the output that its results become.
+
+Owns only frozen records. Legend: B rows of the step, S sampled rows, T tokens of the step, U new pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.engine.sampler import SamplingMix
+from stretto.request import Request, TokenArray
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step as scheduled. All arrays are snapshots of this step: later steps never change them.
+
+    Decode rows come first, then prefill rows; both in order of arrival within a priority.
+    """
+
+    index: int
+    slots_B: IntArray
+    num_new_B: IntArray
+    """New tokens of each row (decode: 1)."""
+    start_B: IntArray
+    """Length of each row before this step."""
+    num_decode: int
+    """The first rows, which take their input token from the device's token table."""
+    prefill_tokens: TokenArray
+    """int32: the new tokens of the prefill rows, one row after the other."""
+    sampled_S: IntArray
+    """Indices into B of the rows that get a token (all decode rows, and prefill rows with their last chunk)."""
+    position_S: IntArray
+    """Index in its sequence of the token that each sampled row gets."""
+    is_last_S: BoolArray
+    """The sampled token is the last by length: judged here, with the lengths of this step."""
+    admitted: tuple[Request, ...]
+    """Requests whose slot is new with this step; their parameters go up with it."""
+    page_slot_U: IntArray
+    page_index_U: IntArray
+    page_id_U: IntArray
+    """New pages: the slot's page number `page_index` is the pool's page `page_id`."""
+    page_table_BM: IntArray
+    """Copy of the host's page table for the rows; M = most pages of a row."""
+    mix: SamplingMix
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.num_decode + len(self.prefill_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a processed step gave, as arrays: nothing here costs the host time per token until it is looked at."""
+
+    index: int
+    uids: IntArray
+    """int64: the request of each new token; requests that had ended before this step's results are not in it."""
+    tokens: TokenArray
+    """int32: the new token of each."""
+    finished: tuple[Request, ...]
+    """Requests that ended with this step, their final token included above; each request is in one output only."""
