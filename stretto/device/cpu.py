@@ -18,7 +18,6 @@ import atexit
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -27,7 +26,8 @@ from queue import SimpleQueue
 
 import torch
 
-from stretto.device.base import Access, DeviceClosed, DeviceFault, Event, HostBuffer, Region, Stream
+from stretto.device.base import Access, Device, DeviceClosed, Event, HostBuffer, Region, Stream
+from stretto.device.faults import Fault
 from stretto.device.host_memory import shared_buffer
 from stretto.device.switch_interval import switch_interval
 from stretto.errors import StrettoError
@@ -35,7 +35,7 @@ from stretto.errors import StrettoError
 EXIT_WAIT_S = 5.0  # at interpreter exit: how long running work may take to end before it is left behind
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The CPU behind the `Device` interface.
 
     Args:
@@ -110,7 +110,7 @@ class CpuDevice:
         return event
 
 
-class CpuStream:
+class CpuStream(Stream):
     """One of the names under which work reaches the device's only queue."""
 
     def __init__(self, name: str, device: CpuDevice) -> None:
@@ -158,10 +158,10 @@ class _Ticket:
         self.lock.acquire()
         self.timing = timing
         self.reached_at = 0.0
-        self.fault: _Fault | None = None
+        self.fault: Fault | None = None
 
 
-class CpuEvent:
+class CpuEvent(Event):
     """A point in the queue. Keeps its device alive."""
 
     def __init__(self, device: CpuDevice, timing: bool) -> None:
@@ -205,29 +205,6 @@ class CpuEvent:
         return ticket.reached_at
 
 
-class _Fault:
-    """The first failure of a device's work; makes a fresh exception for every place that has to hear of it."""
-
-    def __init__(self, stream: str, work: Callable[..., None], cause: BaseException) -> None:
-        self.cause = cause
-        self.text = (
-            f"work {work_name(work)!r} on stream {stream!r} of the CPU device failed: "
-            f"{''.join(traceback.format_exception_only(cause)).strip()}; the device takes no more work"
-        )
-
-    def error(self) -> DeviceFault:
-        error = DeviceFault(self.text)
-        error.__cause__ = self.cause
-        return error
-
-
-def work_name(work: Callable[..., None]) -> str:
-    """What to call a piece of work in messages: its function's qualified name."""
-    while isinstance(work, partial):
-        work = work.func
-    return getattr(work, "__qualname__", None) or type(work).__qualname__
-
-
 _Item = tuple[Callable[..., None], tuple[object, ...], str] | _Ticket | None
 
 
@@ -238,7 +215,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[_Item] = SimpleQueue()
-        self.fault: _Fault | None = None
+        self.fault: Fault | None = None
         self.closed = False
         self.refusing = False  # fault or closed, in one look for the hot path
 
@@ -250,7 +227,7 @@ class _Worker:
         return self.fault.error()
 
     def fail(self, stream: str, work: Callable[..., None], cause: BaseException) -> None:
-        self.fault = _Fault(stream, work, cause)
+        self.fault = Fault("CPU", stream, work, cause)
         self.refusing = True
 
     def end(self) -> None:

@@ -1,0 +1,190 @@
+"""A CUDA GPU as a device: `torch.cuda` streams, events and page-locked memory behind the `Device` interface.
+
+Importing this file touches no CUDA; making a `CudaDevice` does. The host is the only thread: `run` calls the work at
+once, and what the work launches is asynchronous.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from stretto.device.base import Access, Device, DeviceClosed, DeviceFault, Event, HostBuffer, Region, Stream
+from stretto.device.faults import Fault
+from stretto.device.host_memory import shared_buffer
+from stretto.errors import NotSupported, StrettoError
+
+HIGHEST_PRIORITY = -5  # of the streams of a CUDA device; torch takes -5 to 0 and the driver rounds to what it has
+
+
+class CudaDevice(Device):
+    """One GPU.
+
+    A tensor that is made by work of one stream and used in another must be kept alive by its owner until an event says
+    that the use is over (torch's allocator follows only the stream that made it); the engine's buffers live as long as
+    the engine.
+
+    Args:
+        index: which of the visible GPUs.
+
+    Raises NotSupported if torch has no CUDA, the machine no usable GPU, or no GPU of this index.
+    """
+
+    checking = False
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            built = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
+            raise NotSupported(f"no CUDA GPU: torch {torch.__version__} {built} and finds no usable GPU; use the CPU")
+        if not 0 <= index < torch.cuda.device_count():
+            raise NotSupported(f"no CUDA GPU {index}: there are {torch.cuda.device_count()}, counted from 0")
+        self.torch_device = torch.device("cuda", index)
+        self.closed = False
+        self.fault: Fault | None = None
+        torch.cuda.set_device(self.torch_device)
+
+    def stream(self, name: str, priority: int = 0) -> CudaStream:
+        """A new stream. `priority` 0 is the lowest, down to -5 is higher; what is outside is moved to the nearest."""
+        return CudaStream(name, self, max(HIGHEST_PRIORITY, min(0, priority)))
+
+    def event(self, timing: bool = False) -> CudaEvent:
+        """A new event."""
+        return CudaEvent(self, timing)
+
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        """GPU time in seconds. Raises StrettoError unless both were recorded with timing and are done."""
+        first, last = self.own(begin), self.own(end)
+        for event in (first, last):
+            if not event.timing or not event.recorded or not event.query():
+                raise StrettoError("the event has no time: it must be made with timing=True, recorded and done")
+        return first.raw.elapsed_time(last.raw) * 1e-3
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostBuffer:
+        """Page-locked host memory, contents undefined. May block the host: allocate at start-up."""
+        return shared_buffer(shape, dtype, page_locked=True)
+
+    def now(self) -> float:
+        """Monotonic host seconds."""
+        return time.perf_counter()
+
+    def host_access(self, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
+        """Nothing: this device does not check. hot path"""
+
+    def taken(self, regions: Iterable[Region]) -> None:
+        """Nothing: this device does not check. hot path"""
+
+    def released(self, regions: Iterable[Region]) -> None:
+        """Nothing: this device does not check. hot path"""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Nothing to tune: no second thread wants the GIL."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Wait for the GPU's work, then take no more. Idempotent. Raises nothing if work failed."""
+        if not self.closed:
+            self.closed = True
+            if self.fault is None:
+                torch.cuda.synchronize(self.torch_device)
+
+    # For the streams and events of this device.
+
+    def refuse_if_unusable(self) -> None:
+        """Raise DeviceFault or DeviceClosed if the device takes no more work."""
+        if self.closed:
+            raise DeviceClosed(f"device {self.torch_device} is closed; it takes no more work")
+        if self.fault is not None:
+            raise self.fault.error()
+
+    def fail(self, stream: str, work: Callable[..., None], cause: BaseException) -> DeviceFault:
+        """Take no more work; the error to raise, with `cause` as its cause."""
+        self.fault = Fault(str(self.torch_device), stream, work, cause)
+        return self.fault.error()
+
+    def own(self, event: Event) -> CudaEvent:
+        """The event itself, if it is this device's. Raises StrettoError otherwise."""
+        if not isinstance(event, CudaEvent) or event.device is not self:
+            raise StrettoError(f"{event!r} is not an event of this device")
+        return event
+
+
+class CudaStream(Stream):
+    """A CUDA stream; `raw` is torch's."""
+
+    def __init__(self, name: str, device: CudaDevice, priority: int) -> None:
+        self.name = name
+        self.device = device
+        self.raw = torch.cuda.Stream(device.torch_device, priority=priority)
+
+    def run(self, work: Callable[..., None], *args: object, access: Callable[[], Access] | None = None) -> None:
+        """Call `work(*args)` now, with this stream as the current one and in inference mode. hot path
+
+        What the work launches is asynchronous. Raises DeviceFault at once if the work raises, or if the driver reports
+        that earlier work has failed; DeviceClosed after `close`.
+        """
+        device = self.device
+        if device.closed or device.fault is not None:
+            device.refuse_if_unusable()
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self.raw):
+                work(*args)
+        except Exception as cause:
+            raise device.fail(self.name, work, cause) from cause
+
+    def record(self, event: Event) -> None:
+        """Record `event` behind the work so far. hot path"""
+        own = self.device.own(event)
+        own.raw.record(self.raw)
+        own.recorded = True
+
+    def wait(self, event: Event) -> None:
+        """Let the GPU hold back following work until the event's point. hot path"""
+        own = self.device.own(event)
+        if own.recorded:
+            self.raw.wait_event(own.raw)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let the GPU hold back following work until the work of `other` so far is done. hot path"""
+        if not isinstance(other, CudaStream) or other.device is not self.device:
+            raise StrettoError(f"stream {self.name!r} cannot wait for {other!r}: it belongs to another device")
+        self.raw.wait_stream(other.raw)
+
+    def synchronize(self) -> None:
+        """Block until this stream's work so far is done. Raises DeviceFault if some failed."""
+        if self.device.fault is not None:
+            raise self.device.fault.error()
+        try:
+            self.raw.synchronize()
+        except RuntimeError as cause:
+            raise self.device.fail(self.name, self.raw.synchronize, cause) from cause
+
+
+class CudaEvent(Event):
+    """A CUDA event; `raw` is torch's."""
+
+    def __init__(self, device: CudaDevice, timing: bool) -> None:
+        self.device = device
+        self.timing = timing
+        self.recorded = False
+        self.raw = torch.cuda.Event(enable_timing=timing, blocking=False)
+
+    def query(self) -> bool:
+        """Whether the GPU has passed the point. Never blocks. hot path"""
+        if not self.recorded:
+            return True
+        try:
+            return self.raw.query()
+        except RuntimeError as cause:
+            raise self.device.fail("of an event", self.raw.query, cause) from cause
+
+    def synchronize(self) -> None:
+        """Block until the GPU has passed the point; the GIL is free meanwhile. hot path"""
+        if not self.recorded:
+            return
+        try:
+            self.raw.synchronize()
+        except RuntimeError as cause:
+            raise self.device.fail("of an event", self.raw.synchronize, cause) from cause
