@@ -67,7 +67,8 @@ class Stream(Protocol):
         """Enqueue `work(*args)`; returns before it is done. hot path
 
         `access` declares the shared regions that the work touches. It is called only by a checking device. Raises
-        DeviceFault if earlier work is known to have failed, DeviceClosed after `close`.
+        DeviceFault if work is known to have failed (earlier work, or this one where it is run at once), DeviceClosed
+        after `close`.
         """
 
     def record(self, event: Event) -> None:

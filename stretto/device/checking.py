@@ -184,10 +184,14 @@ class CheckingDevice(Device):
 
     def refuse_if_unusable(self) -> None:
         """Raise DeviceFault or DeviceClosed if the device takes no more work."""
-        if self._closed:
-            raise DeviceClosed("the checking device is closed; it takes no more work")
+        self.refuse_if_closed()
         if self._fault is not None:
             raise self._fault.error()
+
+    def refuse_if_closed(self) -> None:
+        """Raise DeviceClosed after `close`."""
+        if self._closed:
+            raise DeviceClosed("the checking device is closed; it takes no more work")
 
     def raise_fault_before(self, time: float, sequence: int) -> None:
         """Raise DeviceFault if work failed before this point."""
@@ -240,6 +244,7 @@ class VirtualStream(Stream):
     def record(self, event: Event) -> None:
         """Record: the event's time is known at once, the host is not told it."""
         self.device.host_call()
+        self.device.refuse_if_closed()
         self.device.own(event).renew(self)
 
     def wait(self, event: Event) -> None:

@@ -58,9 +58,9 @@ class CudaDevice(Device):
         """GPU time in seconds. Raises StrettoError unless both were recorded with timing and are done."""
         first, last = self.own(begin), self.own(end)
         for event in (first, last):
-            if not event.timing or not event.recorded or not event.query():
+            if not event.timing or not event.query() or not event.recorded:
                 raise StrettoError("the event has no time: it must be made with timing=True, recorded and done")
-        return first.raw.elapsed_time(last.raw) * 1e-3
+        return float(first.raw.elapsed_time(last.raw)) * 1e-3
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostBuffer:
         """Page-locked host memory, contents undefined. May block the host: allocate at start-up."""
@@ -117,7 +117,7 @@ class CudaStream(Stream):
     def __init__(self, name: str, device: CudaDevice, priority: int) -> None:
         self.name = name
         self.device = device
-        self.raw = torch.cuda.Stream(device.torch_device, priority=priority)
+        self.raw = torch.cuda.Stream(device.torch_device, priority=priority)  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[..., None], *args: object, access: Callable[[], Access] | None = None) -> None:
         """Call `work(*args)` now, with this stream as the current one and in inference mode. hot path
@@ -136,9 +136,13 @@ class CudaStream(Stream):
 
     def record(self, event: Event) -> None:
         """Record `event` behind the work so far. hot path"""
-        own = self.device.own(event)
+        device = self.device
+        if device.closed:
+            device.refuse_if_unusable()
+        own = device.own(event)
         own.raw.record(self.raw)
         own.recorded = True
+        own.fault = device.fault
 
     def wait(self, event: Event) -> None:
         """Let the GPU hold back following work until the event's point. hot path"""
@@ -169,14 +173,17 @@ class CudaEvent(Event):
         self.device = device
         self.timing = timing
         self.recorded = False
-        self.raw = torch.cuda.Event(enable_timing=timing, blocking=False)
+        self.fault: Fault | None = None  # what had failed when it was recorded
+        self.raw = torch.cuda.Event(enable_timing=timing, blocking=False)  # type: ignore[no-untyped-call]
 
     def query(self) -> bool:
         """Whether the GPU has passed the point. Never blocks. hot path"""
         if not self.recorded:
             return True
+        if self.fault is not None:
+            raise self.fault.error()
         try:
-            return self.raw.query()
+            return bool(self.raw.query())  # type: ignore[no-untyped-call]
         except RuntimeError as cause:
             raise self.device.fail("of an event", self.raw.query, cause) from cause
 
@@ -184,6 +191,8 @@ class CudaEvent(Event):
         """Block until the GPU has passed the point; the GIL is free meanwhile. hot path"""
         if not self.recorded:
             return
+        if self.fault is not None:
+            raise self.fault.error()
         try:
             self.raw.synchronize()
         except RuntimeError as cause:

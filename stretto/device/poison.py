@@ -32,5 +32,5 @@ def is_poison(array: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
     if array.dtype.kind == "b":
         raise ValueError("bool memory has no recognisable garbage")
     if array.dtype.kind == "f":
-        return np.isnan(array)
-    return np.equal(array, np.array(poison_value(array.dtype), array.dtype))
+        return np.asarray(np.isnan(array), np.bool_)
+    return np.asarray(np.equal(array, np.array(poison_value(array.dtype), array.dtype)), np.bool_)
