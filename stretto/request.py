@@ -9,11 +9,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import InvalidRequest, NotSupported
+
+if TYPE_CHECKING:
+    from stretto.cache.base import Prefix
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -204,6 +208,9 @@ class Request:
     slot: int = 0
     """Row of the request tables while it holds one, else 0."""
     pages: list[int] = field(default_factory=list)
+    """Its KV pages in order, those of a cached prefix first."""
+    prefix: Prefix | None = None
+    """The locked cached prefix, while it holds a slot."""
     token_ids: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
     """Prompt and output while it holds no slot (before admission, after preemption or release)."""
     num_output: int = 0

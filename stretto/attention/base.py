@@ -53,12 +53,15 @@ class AttentionInputs:
     """int64 [B]: new tokens of each row (decode: 1)."""
     context_B_host: IntArray
     """int64 [B]: host copy of `context_B`."""
-    page_table_BM_host: IntArray
-    """int64 [B, M]: host copy of `page_table_BM`."""
+    page_table_BM_host: IntArray | None
+    """int64 [B, M]: host copy of `page_table_BM`, for backends with `wants_host_pages`."""
 
 
 class AttentionBackend(Protocol):
     """Owns the KV cache tensors of all layers. All methods run as work on the engine stream."""
+
+    wants_host_pages: bool
+    """Whether steps must carry a host copy of the rows' page tables (costs the host O(rows x pages) per step)."""
 
     def begin_step(self, inputs: AttentionInputs) -> None:
         """Prepare what all layers of this step share (gather indices, masks). Called once before the forward."""

@@ -46,14 +46,28 @@ class StepPlan:
     page_index_U: IntArray
     page_id_U: IntArray
     """New pages: the slot's page number `page_index` is the pool's page `page_id`."""
-    page_table_BM: IntArray
-    """Copy of the host's page table for the rows; M = most pages of a row."""
+    max_pages: int
+    """M: most pages of a row."""
+    page_table_BM: IntArray | None
+    """Copy of the host's page table for the rows, where the attention backend asks for one."""
     mix: SamplingMix
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return self.num_decode + len(self.prefill_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """What the device gave for a step: views of its pinned result buffer, valid until the step is processed."""
+
+    tokens_S: IntArray
+    """-1 where the logits were not numbers."""
+    logprobs_S: npt.NDArray[np.float32] | None = None
+    ranks_S: IntArray | None = None
+    top_ids_SL: IntArray | None = None
+    top_logprobs_SL: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,235 @@
+"""Engine: launches steps. Stages a plan, runs forward and sampling on the engine stream, brings the results back.
+
+Owns the streams, the ring and the device tables. Decides nothing: what runs is the plan's. Legend: T tokens, B rows,
+S sampled rows, P prefill tokens, D hidden, V vocabulary, M pages per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stretto.attention.base import AttentionBackend, AttentionInputs
+from stretto.config import SchedulerConfig
+from stretto.device.base import Access, Device, Event, Region
+from stretto.engine.sampler import SampledBuffers, sample
+from stretto.engine.staging import PlanLayout, ResultBuffers, RingEntry, StagingRing, pack
+from stretto.engine.tables import DeviceTables
+from stretto.scheduler.batch import IntArray, StepPlan, StepResults
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class StepModel(Protocol):
+    """What the engine needs of a model; flat tokens, no pages."""
+
+    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states hidden_TD of the step's tokens."""
+
+    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """float32 logits_SV."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A launched step whose results are not processed yet."""
+
+    plan: StepPlan
+    entry: RingEntry
+    begin: Event
+    copy_done: Event
+    """Recorded after the step's results are copied into pinned memory."""
+
+    def is_done(self) -> bool:
+        """Whether its results are in pinned memory. Never blocks."""
+        return self.copy_done.query()
+
+    def wait(self) -> None:
+        """Block the host until its results are in pinned memory: the one planned wait (I1)."""
+        self.copy_done.synchronize()
+
+
+class Engine:
+    """Runs steps on two streams of a device.
+
+    The scheduler stream carries the packed plans to the device, the engine stream everything else. In the normal loop
+    (overlap depth 0) both are one stream.
+    """
+
+    def __init__(self, config: SchedulerConfig, device: Device, model: StepModel, attention: AttentionBackend) -> None:
+        self.config = config
+        self.device = device
+        self.model = model
+        self.attention = attention
+        self.stream = device.stream("engine")
+        self.scheduler_stream = device.stream("scheduler", priority=-1) if config.overlap_depth else self.stream
+        self.tables = DeviceTables(config, device.torch_device)
+        self.ring = StagingRing(device, config, config.overlap_depth + 1)
+        self.sampled = SampledBuffers.allocate(config.max_rows, config.max_logprobs, device.torch_device)
+        self._events = [
+            (device.event(timing=True), device.event(timing=True)) for _ in range(config.overlap_depth + 3)
+        ]
+        """(begin, copy-done) of the steps in turn; two more than can be in flight, for who looks at the last ones."""
+        self._arange = torch.arange(config.max_num_batched_tokens + 1, device=device.torch_device)
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """Enqueue a step; returns at once, before anything of it is done. hot path"""
+        entry = self.ring.next()
+        layout = PlanLayout.of(plan, self.config.max_stop_ids)
+        begin, copy_done = self._events[plan.index % len(self._events)]
+        self.device.host_access(writes=(entry.host_region,))
+        pack(plan, layout, cast(npt.NDArray[np.int32], entry.host.array))
+        self._stage(entry, layout)
+        self.stream.wait_stream(self.scheduler_stream)
+        self.stream.record(begin)
+        self.stream.run(self._step, plan, layout, entry.device, access=lambda: self._step_access(plan, entry))
+        self.stream.record(entry.consumed)
+        self._return_results(plan, entry)
+        self.stream.record(copy_done)
+        return InFlightStep(plan, entry, begin, copy_done)
+
+    def results(self, step: InFlightStep) -> StepResults:
+        """The step's results on the host, once it is done: views that the ring reuses after its processing."""
+        self.device.host_access(reads=(step.entry.results_region,))
+        results, count = step.entry.results, len(step.plan.sampled_S)
+        tokens_S = cast(IntArray, results.tokens_S.array)[:count]
+        if step.plan.mix.num_logprobs < 0:
+            return StepResults(tokens_S)
+        tops = step.plan.mix.num_logprobs
+        return StepResults(
+            tokens_S,
+            cast(npt.NDArray[np.float32], results.logprobs_S.array)[:count],
+            cast(IntArray, results.ranks_S.array)[:count],
+            cast(IntArray, results.top_ids_SL.array)[:count, :tops],
+            cast(npt.NDArray[np.float32], results.top_logprobs_SL.array)[:count, :tops],
+        )
+
+    def _stage(self, entry: RingEntry, layout: PlanLayout) -> None:
+        """Copy the packed plan to the device on the scheduler stream, once the device side is consumed."""
+        stream = self.scheduler_stream
+        stream.wait(entry.consumed)
+        stream.run(
+            _copy_words,
+            entry.device,
+            entry.host.tensor,
+            layout.num_words,
+            access=lambda: Access(reads=(entry.host_region,), writes=(entry.device_region,)),
+        )
+        stream.record(entry.staged)
+
+    def _return_results(self, plan: StepPlan, entry: RingEntry) -> None:
+        """Copy the results into pinned memory."""
+        self.stream.run(
+            _copy_results,
+            entry.results,
+            self.sampled,
+            len(plan.sampled_S),
+            plan.mix.num_logprobs,
+            access=lambda: Access(reads=(("results.device", 0),), writes=(entry.results_region,)),
+        )
+
+    # -- work on the engine stream ----------------------------------------------------------------------------------
+
+    def _step(self, plan: StepPlan, layout: PlanLayout, staged: torch.Tensor) -> None:
+        """Unpack, derive the inputs, forward, sample, feed the tokens back, advance the lengths."""
+        tables, config = self.tables, self.config
+        words = staged[: layout.num_words]
+        words64 = words.to(torch.int64)
+        slot_B, num_new_B, sampled_S, page_slot_U, page_index_U, page_U, admissions, prefill_P = words64.split(
+            layout.sizes
+        )
+        if layout.num_admitted:
+            at = sum(layout.sizes[:6])
+            packed = words[at : at + layout.sizes[6]].view(layout.num_admitted, -1)
+            tables.admit(packed, admissions.view(layout.num_admitted, -1))
+        if layout.num_pages:
+            tables.set_pages(page_slot_U, page_index_U, page_U)
+
+        length_B = tables.length_R[slot_B]
+        context_B = length_B + num_new_B
+        if layout.num_prefill:
+            query_start_B1 = torch.nn.functional.pad(num_new_B.cumsum(0), (1, 0))
+            num_tokens = plan.num_tokens
+            row_T = torch.repeat_interleave(self._arange[: layout.num_rows], num_new_B, output_size=num_tokens)
+            slot_T = slot_B[row_T]
+            positions_T = self._arange[:num_tokens] + (length_B - query_start_B1[:-1])[row_T]
+            first = plan.num_decode
+            tables.token_ids_RL[slot_T[first:], positions_T[first:]] = prefill_P
+        else:
+            query_start_B1 = self._arange[: layout.num_rows + 1]
+            slot_T, positions_T = slot_B, length_B
+        input_ids_T = tables.token_ids_RL[slot_T, positions_T]
+        page_T = tables.page_table_RM[slot_T, torch.div(positions_T, config.page_size, rounding_mode="floor")]
+        self.attention.begin_step(
+            AttentionInputs(
+                page_table_BM=tables.page_table_RM[slot_B, : plan.max_pages],
+                kv_location_T=page_T * config.page_size + positions_T % config.page_size,
+                query_start_B1=query_start_B1,
+                context_B=context_B,
+                num_new_B_host=plan.num_new_B,
+                context_B_host=plan.start_B + plan.num_new_B,
+                page_table_BM_host=plan.page_table_BM,
+            )
+        )
+        hidden_TD = self.model.forward(input_ids_T, positions_T, self.attention.attend)
+        if layout.num_sampled:
+            hidden_SD = hidden_TD[query_start_B1[1:][sampled_S] - 1] if layout.num_prefill else hidden_TD
+            self._sample(plan, self.model.logits(hidden_SD), slot_B[sampled_S], context_B[sampled_S])
+        tables.length_R[slot_B] = context_B
+
+    def _sample(
+        self, plan: StepPlan, logits_SV: torch.Tensor, slot_S: torch.Tensor, position_S: torch.Tensor
+    ) -> None:
+        """Choose tokens and write them where the next step reads its input (token feedback)."""
+        rows = self.tables.sampling_rows(slot_S, position_S, plan.mix)
+        sampled = self.sampled.rows(len(plan.sampled_S), plan.mix.num_logprobs)
+        sample(logits_SV, rows, plan.mix, sampled)
+        self.feed_back(slot_S, position_S, sampled.tokens_S)
+
+    def feed_back(self, slot_S: torch.Tensor, position_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
+        """Write sampled tokens into the token table; a failed row (-1) gets id 0, its request has ended anyway."""
+        self.tables.token_ids_RL[slot_S, position_S] = tokens_S.clamp(min=0)
+
+    def _step_access(self, plan: StepPlan, entry: RingEntry) -> Access:
+        """The shared regions that `_step` touches, for a checking device."""
+        size, width = self.config.page_size, self.config.max_model_len + 1
+        fresh = {request.slot for request in plan.admitted}
+        reads: list[Region] = [entry.device_region, *(("row", slot) for slot in plan.slots_B.tolist() if slot not in fresh)]
+        writes: list[Region] = [("results.device", 0), *(("row", slot) for slot in plan.slots_B.tolist())]
+        for row, slot in enumerate(plan.slots_B.tolist()):
+            start, new = int(plan.start_B[row]), int(plan.num_new_B[row])
+            if row < plan.num_decode:
+                reads.append(("token", slot * width + start))
+            else:
+                writes.extend(("token", slot * width + start + i) for i in range(new))
+            pages = self.pages_of(plan, row)
+            reads.extend(("page", page) for page in pages[: -(-start // size)])
+            writes.extend(("page", page) for page in pages[start // size :])
+        for index, position in zip(plan.sampled_S.tolist(), plan.position_S.tolist(), strict=True):
+            writes.append(("token", int(plan.slots_B[index]) * width + position))
+        return Access(tuple(reads), tuple(writes))
+
+    def pages_of(self, plan: StepPlan, row: int) -> list[int]:
+        """Pages that row `row` uses in this step (host copy; a checking device makes the scheduler carry it)."""
+        if plan.page_table_BM is None:
+            raise RuntimeError("a checking device needs plans with the host's page table")
+        used = -(-int(plan.start_B[row] + plan.num_new_B[row]) // self.config.page_size)
+        return [int(page) for page in plan.page_table_BM[row, :used]]
+
+
+def _copy_words(device: torch.Tensor, host: torch.Tensor, count: int) -> None:
+    device[:count].copy_(host[:count], non_blocking=True)
+
+
+def _copy_results(host: ResultBuffers, device: SampledBuffers, count: int, num_logprobs: int) -> None:
+    host.tokens_S.tensor[:count].copy_(device.tokens_S[:count], non_blocking=True)
+    if num_logprobs >= 0:
+        host.logprobs_S.tensor[:count].copy_(device.logprobs_S[:count], non_blocking=True)
+        host.ranks_S.tensor[:count].copy_(device.ranks_S[:count], non_blocking=True)
+        host.top_ids_SL.tensor[:count].copy_(device.top_ids_SL[:count], non_blocking=True)
+        host.top_logprobs_SL.tensor[:count].copy_(device.top_logprobs_SL[:count], non_blocking=True)

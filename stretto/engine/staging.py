@@ -1,0 +1,185 @@
+"""How a plan travels to the device: packed into one int32 buffer, through a ring of pinned and device buffers.
+
+Owns the ring and the layout of the packed words. Legend: B rows, S sampled rows, U new pages, A admitted requests,
+P prefill tokens, E stop ids per request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stretto.config import SchedulerConfig
+from stretto.device.base import Device, Event, HostBuffer, Region
+from stretto.request import Request
+from stretto.scheduler.batch import StepPlan
+
+ADMISSION_WORDS = 9
+"""Words of an admitted request before its stop ids: slot, length, top_k, seed low, seed high, first position that
+may stop, and as float bits temperature, top_p, min_p."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLayout:
+    """Where the parts of a packed plan lie, in int32 words."""
+
+    num_rows: int
+    num_sampled: int
+    num_pages: int
+    num_admitted: int
+    num_prefill: int
+    stop_width: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, stop_width: int) -> PlanLayout:
+        """The layout of `plan`, with `stop_width` stop ids per admitted request (E)."""
+        return cls(
+            len(plan.slots_B),
+            len(plan.sampled_S),
+            len(plan.page_id_U),
+            len(plan.admitted),
+            len(plan.prefill_tokens),
+            stop_width,
+        )
+
+    @property
+    def sizes(self) -> list[int]:
+        """Words of: slots, new tokens, sampled rows, page slots, page indices, page ids, admissions, prefill tokens."""
+        admission = self.num_admitted * (ADMISSION_WORDS + self.stop_width)
+        rows, pages = self.num_rows, self.num_pages
+        return [rows, rows, self.num_sampled, pages, pages, pages, admission, self.num_prefill]
+
+    @property
+    def num_words(self) -> int:
+        """Length of the packed plan."""
+        return sum(self.sizes)
+
+    @staticmethod
+    def capacity(config: SchedulerConfig) -> int:
+        """Words of the largest plan that `config` allows."""
+        rows = config.max_rows
+        pages = rows * config.max_pages_per_request
+        return 3 * rows + 3 * pages + rows * (ADMISSION_WORDS + config.max_stop_ids) + config.max_num_batched_tokens
+
+
+def pack(plan: StepPlan, layout: PlanLayout, out: npt.NDArray[np.int32]) -> None:
+    """Write `plan` into the first `layout.num_words` words of `out` (host). hot path"""
+    parts = [
+        plan.slots_B,
+        plan.num_new_B,
+        plan.sampled_S,
+        plan.page_slot_U,
+        plan.page_index_U,
+        plan.page_id_U,
+        _pack_admissions(plan.admitted, layout) if plan.admitted else _NOTHING,
+        plan.prefill_tokens,
+    ]
+    np.concatenate(parts, out=out[: layout.num_words], casting="same_kind")
+
+
+def _pack_admissions(admitted: tuple[Request, ...], layout: PlanLayout) -> npt.NDArray[np.int32]:
+    words = np.full((layout.num_admitted, ADMISSION_WORDS + layout.stop_width), -1, np.int32)
+    for row, request in zip(words, admitted, strict=True):
+        params = request.params
+        seed = request.seed & (2**64 - 1)
+        row[:6] = np.array(
+            [
+                request.slot,
+                0 if request.prefix is None else request.prefix.num_tokens,
+                min(max(params.top_k, 0), 2**31 - 1),
+                seed & 0xFFFFFFFF,
+                seed >> 32,
+                len(request.prompt_ids) + params.min_tokens if params.min_tokens else 0,
+            ],
+            np.uint32,
+        ).view(np.int32)
+        row[6:9] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+        row[9 : 9 + len(request.stop_ids)] = request.stop_ids
+    return words.ravel()
+
+
+@dataclass(frozen=True, slots=True)
+class ResultBuffers:
+    """Results of a step: one entry per sampled row, tops padded to the largest number that may be asked for."""
+
+    tokens_S: HostBuffer
+    logprobs_S: HostBuffer
+    ranks_S: HostBuffer
+    top_ids_SL: HostBuffer
+    top_logprobs_SL: HostBuffer
+
+    @classmethod
+    def pinned(cls, device: Device, config: SchedulerConfig) -> ResultBuffers:
+        """Pinned host buffers for the largest step."""
+        rows, tops = config.max_rows, config.max_logprobs
+        return cls(
+            device.pinned((rows,), torch.int64),
+            device.pinned((rows,), torch.float32),
+            device.pinned((rows,), torch.int64),
+            device.pinned((rows, tops), torch.int64),
+            device.pinned((rows, tops), torch.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RingEntry:
+    """What one step in flight uses alone: staging on both sides, results, events."""
+
+    index: int
+    host: HostBuffer
+    device: torch.Tensor
+    results: ResultBuffers
+    staged: Event
+    """The copy to the device is done: the host side may be refilled."""
+    consumed: Event
+    """The plan is unpacked: the device side may be overwritten."""
+
+    @property
+    def host_region(self) -> Region:
+        """Name of the pinned plan."""
+        return ("staging.host", self.index)
+
+    @property
+    def device_region(self) -> Region:
+        """Name of the plan on the device."""
+        return ("staging.device", self.index)
+
+    @property
+    def results_region(self) -> Region:
+        """Name of the pinned results."""
+        return ("results.host", self.index)
+
+
+class StagingRing:
+    """Overlap depth + 1 entries, used in turn."""
+
+    def __init__(self, device: Device, config: SchedulerConfig, size: int) -> None:
+        capacity = PlanLayout.capacity(config)
+        self._entries = [
+            RingEntry(
+                index=i,
+                host=device.pinned((capacity,), torch.int32),
+                device=torch.zeros(capacity, dtype=torch.int32, device=device.torch_device),
+                results=ResultBuffers.pinned(device, config),
+                staged=device.event(),
+                consumed=device.event(),
+            )
+            for i in range(size)
+        ]
+        self._next = 0
+
+    def next(self) -> RingEntry:
+        """The entry for the next step; its host side may be written. hot path
+
+        With an entry more than steps in flight its earlier copy is long done, so the wait for it never blocks.
+        """
+        entry = self._entries[self._next]
+        self._next = (self._next + 1) % len(self._entries)
+        entry.staged.synchronize()
+        return entry
+
+
+_NOTHING = np.empty(0, np.int32)
