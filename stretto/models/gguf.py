@@ -65,9 +65,9 @@ def hf_name(name: str) -> str | None:
 def iter_weights(gguf: GGUFFile) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, float32 tensor) for every weight, in file order, one dequantised at a time.
 
-    Rows of q and k of the llama architecture are put back into Hugging Face's order (llama.cpp stores the two halves of each
-    head interleaved). Raises ModelLoadError for a tensor that the architecture does not have, NotSupported for an
-    architecture or a tensor type that cannot be read. Blocks on disk reads.
+    Rows of q and k of the llama architecture are put back into Hugging Face's order (llama.cpp stores the two halves
+    of each head interleaved). Raises ModelLoadError for a tensor that the architecture does not have, NotSupported for
+    an architecture or a tensor type that cannot be read. Blocks on disk reads.
     """
     architecture = _architecture(gguf)
     heads = {"attn_q": _integer(gguf, "attention.head_count"), "attn_k": _kv_heads(gguf)}
@@ -86,10 +86,12 @@ def iter_weights(gguf: GGUFFile) -> Iterator[tuple[str, Tensor]]:
 
 
 def _halves_of_heads(values: Tensor, heads: int, tensor: GGUFTensor) -> Tensor:
-    """Undo llama.cpp's row order: within each head, rows (0, h, 1, h + 1, ...) become (0, 1, ..., h, h + 1, ...), h = H / 2."""
+    """Undo llama.cpp's row order: per head, rows 0, h, 1, h + 1, ... become 0, 1, ..., h, h + 1, ...; h is H / 2."""
     rows = values.shape[0]
     if rows % (2 * heads):
-        raise ModelLoadError(f"{tensor.file}: tensor {tensor.name!r} has {rows} rows, which are not {heads} heads of even size")
+        raise ModelLoadError(
+            f"{tensor.file}: tensor {tensor.name!r} has {rows} rows, which are not {heads} heads of even size"
+        )
     return values.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(values.shape)
 
 
@@ -112,7 +114,9 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, object]:
     layers = _integer(gguf, "block_count")
     for index in range(layers):
         if f"blk.{index}.attn_q.weight" not in gguf.tensors:
-            raise ModelLoadError(f"{gguf.path}: tensor 'blk.{index}.attn_q.weight' is missing (the file announces {layers} layers)")
+            raise ModelLoadError(
+                f"{gguf.path}: tensor 'blk.{index}.attn_q.weight' is missing (the file announces {layers} layers)"
+            )
     theta = _number(gguf, "rope.freq_base", 10000.0)
     return {
         "architectures": [hf_architecture],
@@ -142,7 +146,9 @@ def _architecture(gguf: GGUFFile) -> str:
     if not isinstance(name, str):
         raise ModelLoadError(f"{gguf.path}: metadata key 'general.architecture' is missing")
     if name not in _ARCHITECTURES:
-        raise NotSupported(f"{gguf.path}: architecture {name!r} is not supported; supported are {', '.join(_ARCHITECTURES)}")
+        raise NotSupported(
+            f"{gguf.path}: architecture {name!r} is not supported; supported are {', '.join(_ARCHITECTURES)}"
+        )
     return name
 
 
@@ -164,8 +170,11 @@ def _number(gguf: GGUFFile, key: str, default: float | None = None) -> float:
 
 def _integer(gguf: GGUFFile, key: str, default: int | None = None) -> int:
     value = _number(gguf, key, default)
-    if not isinstance(value, int) or value < (default is None):  # a required size is at least 1
-        raise ModelLoadError(f"{gguf.path}: metadata key '{_architecture(gguf)}.{key}' is {value!r}, not a positive integer")
+    smallest = 1 if default is None else 0
+    if not isinstance(value, int) or value < smallest:
+        raise ModelLoadError(
+            f"{gguf.path}: metadata key '{_architecture(gguf)}.{key}' is {value!r}, not a positive integer"
+        )
     return value
 
 
@@ -173,15 +182,18 @@ def _rope_scaling(gguf: GGUFFile, theta: float, head_dim: int) -> dict[str, obje
     factors = gguf.tensors.get(_ROPE_FREQUENCIES)
     if factors is not None:
         return _llama3_scaling(factors, theta, head_dim)
-    kind = gguf.metadata.get(f"{_architecture(gguf)}.rope.scaling.type", "none")
     # Files older than rope.scaling.* give a bare factor for linear scaling.
-    factor = _number(gguf, "rope.scaling.factor", _number(gguf, "rope.scale_linear", 0.0))
+    old_factor = _number(gguf, "rope.scale_linear", 0.0)
+    kind = gguf.metadata.get(f"{_architecture(gguf)}.rope.scaling.type", "linear" if old_factor else "none")
+    factor = _number(gguf, "rope.scaling.factor", old_factor)
     if kind == "none" or factor in (0.0, 1.0):
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise NotSupported(f"{gguf.path}: rope scaling of type {kind!r} is not supported; supported are none, linear and yarn")
+        raise NotSupported(
+            f"{gguf.path}: rope scaling of type {kind!r} is not supported; supported are none, linear and yarn"
+        )
     original = _integer(gguf, "rope.scaling.original_context_length", _integer(gguf, "context_length"))
     scaling: dict[str, object] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     for key in ("beta_fast", "beta_slow"):
@@ -197,12 +209,15 @@ def _llama3_scaling(tensor: GGUFTensor, theta: float, head_dim: int) -> dict[str
     """The llama3 parameters that give these divisors of the rotary frequencies.
 
     llama.cpp keeps only the result: a divisor of 1 for short wavelengths, `factor` for long ones, and between them
-    1 / divisor = (1 - s) / factor + s with s = (original / wavelength - low) / (high - low). s is linear in 1 / wavelength,
-    so a straight line through the values between gives original and high for low = 1, which only sets the scale.
+    1 / divisor = (1 - s) / factor + s with s = (original / wavelength - low) / (high - low). s is linear in 1 /
+    wavelength, so a straight line through the values between gives original and high for low = 1, which only sets the
+    scale.
     """
     divisors = dequantize(tensor).double()
     if divisors.shape != (head_dim // 2,) or not bool((divisors >= 1).all()):
-        raise ModelLoadError(f"{tensor.file}: tensor {tensor.name!r} does not hold {head_dim // 2} divisors of at least 1")
+        raise ModelLoadError(
+            f"{tensor.file}: tensor {tensor.name!r} does not hold {head_dim // 2} divisors of at least 1"
+        )
     factor = float(divisors.max())
     if factor == 1.0:
         return None

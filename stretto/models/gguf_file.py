@@ -64,12 +64,24 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
 _STRING, _ARRAY = 8, 9
 # Metadata value type id -> struct format of one little-endian scalar.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_ARRAY_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_ARRAY_DTYPES = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One entry of the tensor directory; `data` is a read-only view into the file, valid while anything refers to it."""
+    """One entry of the tensor directory; `data` is a view into the file, valid as long as anything refers to it."""
 
     name: str
     shape: tuple[int, ...]
@@ -82,11 +94,12 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUF file: `metadata` by key, `tensors` by name. Both complete after construction; tensor bytes are read lazily.
+    """A GGUF file: `metadata` by key, `tensors` by name. Both complete after construction; tensor bytes are read
+    lazily.
 
-    Raises ModelLoadError if the file cannot be opened, is not a GGUF file of a supported version, is truncated, or has a
-    count, length, type or offset that does not fit it. No count from the file is trusted before it was compared with the
-    bytes that are left. Blocks on disk reads.
+    Raises ModelLoadError if the file cannot be opened, is not a GGUF file of a supported version, is truncated, or has
+    a count, length, type or offset that does not fit it. No count from the file is trusted before it was compared with
+    the bytes that are left. Blocks on disk reads.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -96,8 +109,8 @@ class GGUFFile:
                 head = stream.read(4)
                 if head != MAGIC:
                     raise ModelLoadError(f"{self.path}: not a GGUF file (it starts with {head!r}, not {MAGIC!r})")
-                # Valid after the descriptor is closed, as long as a view of it lives. Private (copy on write), since torch
-                # refuses read-only memory; nothing writes to it.
+                # Valid after the descriptor is closed, as long as a view of it lives. Private (copy on write), since
+                # torch refuses read-only memory; nothing writes to it.
                 mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror or error}") from error

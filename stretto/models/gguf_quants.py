@@ -1,8 +1,8 @@
 """Turns the quantised blocks of GGUF tensors into float32, bit-equal to ggml's reference arithmetic.
 
-Each kernel gets B blocks as raw bytes [B, bytes per block] and fills float32 values [B, elements per block]. Layouts after
-ggml-quants.h of the ggml project. The order of float operations is part of the format: one rounding more or less and the
-values are no longer those that every other program computes.
+Each kernel gets B blocks as raw bytes [B, bytes per block] and fills float32 values [B, elements per block]. Layouts
+after ggml-quants.h of the ggml project. The order of float operations is part of the format: one rounding more or less
+and the values are no longer those that every other program computes.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stretto.errors import ModelLoadError, NotSupported
+from stretto.errors import NotSupported
 from stretto.models.gguf_file import GGUFTensor
 
 # Values converted at a time: temporaries of this many floats stay in the second-level cache.
@@ -28,22 +28,16 @@ def dequantize(tensor: GGUFTensor) -> Tensor:
         raise NotSupported(f"{tensor.file}: tensor {tensor.name!r} has type {tensor.type_name}; supported are {known}")
     block, block_bytes, kernel = _KERNELS[tensor.type_name]
     blocks = math.prod(tensor.shape) // block
-    if tensor.data.size != blocks * block_bytes:
-        raise ModelLoadError(f"{tensor.file}: tensor {tensor.name!r} has {tensor.data.size} bytes, not {blocks * block_bytes}")
     out = torch.empty(tensor.shape, dtype=torch.float32)
-    raw_BX, out_BE = _as_torch(tensor).view(blocks, block_bytes), out.view(blocks, block)
+    raw_BX, out_BE = torch.from_numpy(tensor.data).view(blocks, block_bytes), out.view(blocks, block)
     step = max(1, _CHUNK_ELEMENTS // block)
     for begin in range(0, blocks, step):
         kernel(raw_BX[begin : begin + step], out_BE[begin : begin + step])
     return out
 
 
-def _as_torch(tensor: GGUFTensor) -> Tensor:
-    return torch.from_numpy(tensor.data)
-
-
 def _half(raw_BX: Tensor, byte: int) -> Tensor:
-    """The float16 at this byte of each block: float32 [B, 1]. Every block size and offset is even, so views are aligned."""
+    """The float16 at this byte of each block: float32 [B, 1]. All block sizes and offsets are even."""
     return raw_BX.view(torch.float16)[:, byte // 2, None].float()
 
 
@@ -54,7 +48,7 @@ def _nibbles(raw_BX: Tensor, group: int) -> Tensor:
 
 
 def _fields(raw_BX: Tensor, group: int, bits: int) -> Tensor:
-    """Bytes [B, n] in groups of `group`: per group first the lowest `bits` of all bytes, then the next. uint8 [B, n * 8 / bits]."""
+    """Bytes [B, n] in groups of `group`: per group the lowest `bits` of all, then the next. uint8 [B, n * 8 / bits]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, 1, -1, 1)
     return ((raw_BX.reshape(raw_BX.shape[0], -1, 1, group) >> shifts) & ((1 << bits) - 1)).flatten(1)
 
