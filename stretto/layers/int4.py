@@ -1,0 +1,83 @@
+"""4-bit and 8-bit linear layers for the CPU, computed in bfloat16.
+
+Owns quantisation and packing. Legend: T tokens, I in-features, O out-features, G groups of in-features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stretto.errors import NotSupported
+
+GROUP = 32
+"""In-features that share one scale and zero point; the group of Q4_0 and Q4_1, so that those survive requantisation."""
+
+OUT_BLOCK = 16
+"""The kernel computes out-features in blocks; other sizes are padded with zero rows."""
+
+
+def quantize_int4(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Asymmetric round-to-nearest: codes_OI (int32, 0..15) and bfloat16 scale_OG, zero_OG.
+
+    weight ~ (code - 8) * scale + zero, per group of 32 in-features. The codes are chosen against the *rounded* scale
+    and zero, so their rounding costs no bias.
+    """
+    out_features, in_features = weight_OI.shape
+    if in_features % GROUP:
+        raise NotSupported(f"int4 needs in-features in multiples of {GROUP}; a weight is {out_features}x{in_features}")
+    weight_OGg = weight_OI.float().reshape(out_features, in_features // GROUP, GROUP)
+    low_OG, high_OG = weight_OGg.aminmax(dim=-1)
+    scale_OG = ((high_OG - low_OG) / 15).clamp_(min=1e-8).to(torch.bfloat16)
+    zero_OG = (low_OG + scale_OG.float() * 8).to(torch.bfloat16)
+    codes = (weight_OGg - zero_OG.float().unsqueeze(-1)) / scale_OG.float().unsqueeze(-1)
+    codes = codes.round_().add_(8).clamp_(0, 15).to(torch.int32)
+    return codes.view(out_features, in_features), scale_OG, zero_OG
+
+
+class Int4Linear:
+    """4-bit weights in groups of 32, bfloat16 activations, float32 sums: about 4.9 bits a weight."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight_OI.shape
+        padding = -self.out_features % OUT_BLOCK
+        if padding:
+            weight_OI = torch.nn.functional.pad(weight_OI, (0, 0, 0, padding))
+        codes_OI, scale_OG, zero_OG = quantize_int4(weight_OI)
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(codes_OI, 1)
+        self._scale_zero_GO2 = torch.stack((scale_OG.t(), zero_OG.t()), dim=-1).contiguous()
+        self._bias_O = None if bias_O is None else bias_O.to(torch.bfloat16)
+        self._padded = padding > 0
+        self.weight_bytes = self._packed.nbytes + self._scale_zero_GO2.nbytes
+        self._linear = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """hot path"""
+        y_TO: torch.Tensor = self._linear(x_TI, self._packed, GROUP, self._scale_zero_GO2)
+        if self._padded:
+            y_TO = y_TO[:, : self.out_features]
+        return y_TO if self._bias_O is None else y_TO + self._bias_O
+
+
+class Int8Linear:
+    """8-bit weights with one scale per out-feature, bfloat16 activations: the output head of int4 models."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight_OI.shape
+        if self.in_features % GROUP:
+            # The kernel reads past a row whose length is not a multiple of its vector.
+            raise NotSupported(
+                f"an int8 head needs in-features in multiples of {GROUP}; a weight is "
+                f"{self.out_features}x{self.in_features}"
+            )
+        weight = weight_OI.float()
+        self._scale_O = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-8).to(torch.bfloat16)
+        codes = (weight / self._scale_O.float().unsqueeze(1)).round_().clamp_(-127, 127)
+        self._codes_OI = codes.to(torch.int8).contiguous()
+        self._bias_O = None if bias_O is None else bias_O.to(torch.bfloat16)
+        self.weight_bytes = self._codes_OI.nbytes + self._scale_O.nbytes
+        self._linear = torch.ops.aten._weight_int8pack_mm.default
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """hot path"""
+        y_TO: torch.Tensor = self._linear(x_TI, self._codes_OI, self._scale_O)
+        return y_TO if self._bias_O is None else y_TO + self._bias_O
