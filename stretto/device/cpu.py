@@ -55,10 +55,11 @@ class CpuDevice(Device):
         )
         self._thread.start()
         # Neither callback may hold the device itself: a device that nobody closes must still be collectable, and then
-        # its thread ends once the queue is empty.
+        # its thread ends once the queue is empty. Nobody joins it then (the collector may run anywhere, in the worker
+        # too) before the interpreter exits.
         self._end_at_exit = partial(_end_at_exit, self._worker, self._thread)
         atexit.register(self._end_at_exit)
-        self._finalizer = weakref.finalize(self, _end_unreferenced, self._worker, self._end_at_exit)
+        self._finalizer = weakref.finalize(self, self._worker.end)
         self._finalizer.atexit = False
 
     def stream(self, name: str, priority: int = 0) -> CpuStream:
@@ -260,12 +261,6 @@ def _run_queue(worker: _Worker, num_threads: int | None) -> None:
                     worker.fail(stream, work, cause)
                 del work, args
             del item  # idle, the worker must not keep the last work's arguments alive
-
-
-def _end_unreferenced(worker: _Worker, end_at_exit: Callable[[], None]) -> None:
-    """The device was collected unclosed. No join: the collector may run anywhere, in the worker itself too."""
-    atexit.unregister(end_at_exit)
-    worker.end()
 
 
 def _end_at_exit(worker: _Worker, thread: threading.Thread) -> None:
