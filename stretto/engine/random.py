@@ -1,0 +1,124 @@
+"""Counter-based random numbers: each one is a pure function of (seed, position, token id), with no state to keep.
+
+Owns the hash and the seeds; knows nothing about logits. The numbers are the same on every device, in every batch and
+whether they are asked for one token id or for the whole vocabulary, because only 32- and 64-bit integer operations
+that wrap around produce them. Legend: S sampled rows, X any number of token ids.
+
+* A row's 64-bit key: SplitMix64's finaliser over seed and position (Steele, Lea, Flood: "Fast splittable pseudorandom
+  number generators", OOPSLA 2014; constants of Stafford's variant 13).
+* A token's 32 bits: the two-round multiply-xorshift "lowbias32" of C. Wellons' hash-prospector, with one half of the
+  key added before each round. Shifts are arithmetic (torch has no unsigned 32-bit shift): still a bijection.
+
+Every function takes torch tensors or numpy arrays alike; the latter is the host's reference.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+Array = TypeVar("Array", torch.Tensor, np.ndarray[Any, Any])
+
+_U64 = (1 << 64) - 1
+
+
+def wrap_int64(value: int) -> int:
+    """The signed 64-bit integer that any Python integer is congruent to (modulo 2**64)."""
+    return ((value + (1 << 63)) & _U64) - (1 << 63)
+
+
+_GOLDEN_64 = wrap_int64(0x9E3779B97F4A7C15)
+_MIX_64 = (wrap_int64(0xBF58476D1CE4E5B9), wrap_int64(0x94D049BB133111EB))
+_SAMPLE_64 = wrap_int64(0xD1B54A32D192ED03)
+_GOLDEN_32 = 0x9E3779B1 - (1 << 32)
+_MIX_32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
+
+# |h + 0.5| * this lies in (0, 1 - 2**-24] for every int32 h: float32 never rounds it to 1.
+_TO_UNIT = (1.0 - 2.0**-24) * 2.0**-31
+
+
+def fresh_seed() -> int:
+    """A signed 64-bit seed from the operating system's entropy: for a request that names none."""
+    return int.from_bytes(os.urandom(8), "little", signed=True)
+
+
+def derive_seed(seed: int, sample_index: int) -> int:
+    """The signed 64-bit seed of sample `sample_index` of a request; sample 0 keeps `seed` (wrapped to 64 bits).
+
+    So the first of n samples is the one that n=1 gives, and the others are independent of it.
+    """
+    if sample_index == 0:
+        return wrap_int64(seed)
+    mixed = _mix64(np.array([wrap_int64(sample_index * _SAMPLE_64)], dtype=np.int64))
+    return int(_mix64(mixed ^ np.int64(wrap_int64(seed)))[0])
+
+
+def row_keys(seed_S: Array, position_S: Array) -> Array:
+    """One 64-bit key per row from its seed and the position of the token to be sampled (int64 [S] each; int64 [S])."""
+    # The seed is mixed first: else seed + GOLDEN at position p would repeat seed at position p + 1.
+    key_S: Array = _mix64(seed_S ^ _SAMPLE_64)
+    return _mix64(key_S + (position_S + 1) * _GOLDEN_64)
+
+
+def token_lanes(token_ids_X: Array) -> Array:
+    """What the hash takes of token ids (int32 in, int32 out, any shape); shared by all rows of a step."""
+    lanes: Array = token_ids_X * _GOLDEN_32
+    return lanes
+
+
+# hot path
+def hash_bits(keys_S: Array, lanes_X: Array) -> Array:
+    """32 random bits per (row, token id) as int32 [S, X].
+
+    `keys_S` from `row_keys`; `lanes_X` from `token_lanes`, [X] (the same ids for all rows) or [S, X].
+    """
+    low_S, high_S = _halves(keys_S)
+    h_SX: Array = lanes_X ^ low_S[:, None]
+    h_SX ^= h_SX >> 16
+    h_SX *= _MIX_32[0]
+    h_SX += high_S[:, None]
+    h_SX ^= h_SX >> 15
+    h_SX *= _MIX_32[1]
+    h_SX ^= h_SX >> 16
+    return h_SX
+
+
+# hot path
+def uniforms(keys_S: Array, lanes_X: Array) -> Array:
+    """Uniform float32 [S, X] in (0, 1): 2**31 levels, finest near 0 (smallest 2**-32), at most 1 - 2**-24.
+
+    The resolution near 0 is what sampling needs: with plain 24-bit uniforms one token in 2**24 would draw exactly
+    0, an infinitely good number, and at 50,000 tokens a step that soon lets a hopeless one win.
+    """
+    h_SX = hash_bits(keys_S, lanes_X)
+    if isinstance(h_SX, torch.Tensor):
+        return h_SX.to(torch.float32).add_(0.5).abs_().mul_(_TO_UNIT)
+    u_SX: Array = np.abs(h_SX.astype(np.float32) + np.float32(0.5)) * np.float32(_TO_UNIT)
+    return u_SX
+
+
+# hot path
+def exponentials(keys_S: torch.Tensor, lanes_X: torch.Tensor) -> torch.Tensor:
+    """Exponential(1) float32 [S, X], from `uniforms` by -log1p(-u): all in (0, 17)."""
+    return uniforms(keys_S, lanes_X).neg_().log1p_().neg_()
+
+
+def _mix64(z: Array) -> Array:
+    """SplitMix64's finaliser on int64, whose shifts must be made logical by hand."""
+    mixed: Array = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX_64[0]
+    mixed = (mixed ^ ((mixed >> 27) & ((1 << 37) - 1))) * _MIX_64[1]
+    mixed ^= (mixed >> 31) & ((1 << 33) - 1)
+    return mixed
+
+
+def _halves(keys_S: Array) -> tuple[Array, Array]:
+    """The low and the high 32 bits of each key, int32 [S] each."""
+    if isinstance(keys_S, torch.Tensor):
+        # Reinterpreting is free, where narrowing an out-of-range int64 is left undefined.
+        pair_S2 = keys_S.contiguous().view(torch.int32).view(-1, 2)
+        return pair_S2[:, 0], pair_S2[:, 1]
+    halves_S2 = np.ascontiguousarray(keys_S).view(np.int32).reshape(-1, 2)
+    return halves_S2[:, 0], halves_S2[:, 1]

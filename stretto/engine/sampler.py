@@ -1,0 +1,276 @@
+"""Turns logits into tokens, as work on a stream: never looks at a tensor's value on the host.
+
+Owns the order of the steps; `filters` owns which tokens are kept, `random` the numbers, `logprobs` what is reported.
+Legend: S sampled rows, V vocabulary, E stop ids of a row (padded), L reported log-probabilities, C candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from stretto.engine.filters import drop_filtered, kept_candidates
+from stretto.engine.logprobs import write_logprobs
+from stretto.engine.ordering import BLOCK, best_candidates, block_maxima, first_argmax
+from stretto.engine.random import exponentials, row_keys, token_lanes
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy."""
+MAX_CANDIDATES = 256
+"""Up to this top-k (on all random rows) only the best candidates are looked at, not the whole vocabulary."""
+
+_HIGHEST_TEMPERATURE = 2.0**60
+_CPU_CHUNK_BYTES = 2 << 20
+"""Logits handled at once on a CPU, so that the temporaries stay in its cache. Results do not depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMix:
+    """What the host knows about a step's sampled rows before it launches the step.
+
+    Decides which work is enqueued, never what a row's result is: any mix that is true of the rows gives the same
+    tokens, be it exact or not (an `any_...` may be set, and an `all_...` not, without need). Filters count for random
+    (not greedy) rows only.
+    """
+
+    all_greedy: bool
+    any_top_k: bool
+    max_top_k: int
+    """The largest top-k of the rows that have one; 0 if none has."""
+    any_top_p: bool
+    any_min_p: bool
+    any_min_tokens: bool
+    """A row is still before its `min_position`."""
+    num_logprobs: int
+    """-1: nobody asked. Else the largest number asked for; 0 is the sampled token's only."""
+    all_top_k: bool = False
+    """Every random row has a top-k, so that the vocabulary beyond `max_top_k` need not be looked at."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        vocabulary: int,
+        temperature: npt.NDArray[np.float32],
+        top_k: npt.NDArray[np.int64],
+        top_p: npt.NDArray[np.float32],
+        min_p: npt.NDArray[np.float32],
+        position: npt.NDArray[np.int64],
+        min_position: npt.NDArray[np.int64],
+        num_logprobs: npt.NDArray[np.int64],
+    ) -> SamplingMix:
+        """The exact mix of rows given as host arrays [S], with the values that `SamplingRows` holds."""
+        is_random = temperature >= GREEDY_BELOW
+        has_top_k = is_random & (top_k > 0) & (top_k < vocabulary)
+        return cls(
+            all_greedy=not is_random.any(),
+            any_top_k=bool(has_top_k.any()),
+            max_top_k=int(top_k.max(initial=0, where=has_top_k)),
+            any_top_p=bool((is_random & (top_p < 1.0)).any()),
+            any_min_p=bool((is_random & (min_p > 0.0)).any()),
+            any_min_tokens=bool((position < min_position).any()),
+            num_logprobs=int(num_logprobs.max(initial=-1)),
+            all_top_k=bool((has_top_k == is_random).all()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Device tensors that say how each sampled row is to be sampled; one entry a row, all on the logits' device."""
+
+    temperature_S: torch.Tensor
+    """float32: 0 is greedy."""
+    top_k_S: torch.Tensor
+    """int64: 0 and less, or V and more, is off."""
+    top_p_S: torch.Tensor
+    """float32 in (0, 1]: 1 is off."""
+    min_p_S: torch.Tensor
+    """float32 in [0, 1]: 0 is off."""
+    seed_S: torch.Tensor
+    """int64, any value."""
+    position_S: torch.Tensor
+    """int64: index in its sequence of the token being sampled."""
+    min_position_S: torch.Tensor
+    """int64: stop tokens cannot be sampled while position < min_position; 0 is never."""
+    stop_ids_SE: torch.Tensor
+    """int64 [S, E]: the row's stop tokens, padded with -1; E may be 0."""
+
+    def slice(self, start: int, stop: int) -> SamplingRows:
+        """Views of rows [start, stop)."""
+        return SamplingRows(
+            temperature_S=self.temperature_S[start:stop],
+            top_k_S=self.top_k_S[start:stop],
+            top_p_S=self.top_p_S[start:stop],
+            min_p_S=self.min_p_S[start:stop],
+            seed_S=self.seed_S[start:stop],
+            position_S=self.position_S[start:stop],
+            min_position_S=self.min_position_S[start:stop],
+            stop_ids_SE=self.stop_ids_SE[start:stop],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledOut:
+    """Preallocated results: of S rows the first S entries are written, of L log-probabilities the first L columns.
+
+    Without log-probabilities (`num_logprobs` -1) only the tokens are written.
+    """
+
+    tokens_S: torch.Tensor
+    """int64: the sampled ids, each in [0, V), or -1: the row failed."""
+    logprob_S: torch.Tensor
+    """float32: natural log of the token's probability before temperature, masks and filters. NaN for a failed row."""
+    rank_S: torch.Tensor
+    """int64: 1 + the number of better tokens (larger logit, or equal and lower id). 0 for a failed row."""
+    top_ids_SL: torch.Tensor
+    """int64: the best ids in that order. -1 for a failed row, and beyond the vocabulary's size."""
+    top_logprobs_SL: torch.Tensor
+    """float32: their log-probabilities. NaN where the id is -1."""
+
+    @classmethod
+    def allocate(cls, max_rows: int, max_logprobs: int, device: torch.device) -> SampledOut:
+        """Buffers for up to `max_rows` rows, with up to `max_logprobs` reported tokens each."""
+        wide = (max_rows, max_logprobs)
+        return cls(
+            tokens_S=torch.full((max_rows,), -1, dtype=torch.int64, device=device),
+            logprob_S=torch.full((max_rows,), torch.nan, dtype=torch.float32, device=device),
+            rank_S=torch.zeros((max_rows,), dtype=torch.int64, device=device),
+            top_ids_SL=torch.full(wide, -1, dtype=torch.int64, device=device),
+            top_logprobs_SL=torch.full(wide, torch.nan, dtype=torch.float32, device=device),
+        )
+
+
+# hot path
+def sample(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, out: SampledOut) -> None:
+    """Sample one token for each row of float32 logits [S, V] into `out`; the logits are only read. Never blocks.
+
+    The steps and their order are those that vLLM documents for its V1 sampler: log-probabilities of the raw logits;
+    then min_tokens mask -> temperature -> min_p -> top_k -> top_p (over what the former keep, renormalised) -> draw.
+    Where vLLM leaves ties open, the lowest id wins: top-k keeps exactly k tokens, top-p the smallest set whose mass
+    reaches p (at least one token), argmax the first.
+
+    The draw is Gumbel-max (Maddison, Tarlow, Minka: "A* sampling", 2014) in its exponential form: argmax p / E with
+    E = -log1p(-u(seed, position, token id)). A row's token depends on its own logits and parameters alone, to the bit.
+
+    A row fails (token -1, its neighbours unharmed) if a logit is NaN or +inf, or if every logit is -inf after the mask.
+    Raises ValueError if `out` is too small.
+    """
+    num_rows, vocabulary = logits_SV.shape
+    if num_rows > out.tokens_S.shape[0] or mix.num_logprobs > out.top_ids_SL.shape[1]:
+        room = (out.tokens_S.shape[0], out.top_ids_SL.shape[1])
+        raise ValueError(f"room for {room} (rows, logprobs), asked for {(num_rows, mix.num_logprobs)}")
+    chunk = num_rows
+    if logits_SV.device.type == "cpu" and not (mix.all_greedy and mix.num_logprobs < 0):
+        chunk = max(1, _CPU_CHUNK_BYTES // (4 * vocabulary))
+    for start in range(0, num_rows, max(1, chunk)):
+        stop = min(start + chunk, num_rows)
+        part_SV, part = (logits_SV, rows) if chunk >= num_rows else (logits_SV[start:stop], rows.slice(start, stop))
+        tokens_S = _choose(part_SV, part, mix)
+        out.tokens_S[start:stop] = tokens_S
+        if mix.num_logprobs >= 0:
+            write_logprobs(
+                part_SV,
+                tokens_S,
+                mix.num_logprobs,
+                logprob_S=out.logprob_S[start:stop],
+                rank_S=out.rank_S[start:stop],
+                top_ids_SL=out.top_ids_SL[start:stop],
+                top_logprobs_SL=out.top_logprobs_SL[start:stop],
+            )
+
+
+def _choose(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix) -> torch.Tensor:
+    """The chosen ids (int64 [S]), -1 for failed rows."""
+    allowed_SV = _without_stop_tokens(logits_SV, rows) if mix.any_min_tokens else logits_SV
+    maxima_SG = block_maxima(allowed_SV)
+    best_S, chosen_S = first_argmax(allowed_SV, maxima_SG)
+    usable_S = best_S.isfinite()
+    if mix.any_min_tokens:
+        # The mask may have hidden what makes a row fail.
+        usable_S &= logits_SV.amax(1).isfinite()
+    if not mix.all_greedy:
+        greedy_S = rows.temperature_S < GREEDY_BELOW
+        # Bounded: inf / inf would make a NaN of an impossible token at an infinite temperature.
+        temperature_S1 = torch.where(greedy_S, 1.0, rows.temperature_S).clamp_(max=_HIGHEST_TEMPERATURE).unsqueeze(1)
+        keys_S = row_keys(rows.seed_S, rows.position_S)
+        draw = _draw_from_candidates if mix.all_top_k and mix.max_top_k <= MAX_CANDIDATES else _draw_from_vocabulary
+        drawn_S = draw(allowed_SV, maxima_SG, best_S.unsqueeze(1), temperature_S1, keys_S, rows, mix)
+        chosen_S = torch.where(greedy_S, chosen_S, drawn_S)
+    return torch.where(usable_S, chosen_S, -1)
+
+
+def _without_stop_tokens(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """A copy of the logits with -inf at the stop tokens of the rows that are still before their `min_position`."""
+    ids_SE = rows.stop_ids_SE
+    early_S1 = (rows.position_S < rows.min_position_S).unsqueeze(1)
+    masked_SE = early_S1 & (ids_SE >= 0) & (ids_SE < logits_SV.shape[1])
+    # A minimum, not a store: padding shares its index with a real id, and their order would be left open.
+    ceiling_SE = torch.where(masked_SE, -torch.inf, torch.inf)
+    return logits_SV.scatter_reduce(1, torch.where(masked_SE, ids_SE, 0), ceiling_SE, "amin", include_self=True)
+
+
+def _draw_from_candidates(
+    logits_SV: torch.Tensor,
+    maxima_SG: torch.Tensor,
+    best_S1: torch.Tensor,
+    temperature_S1: torch.Tensor,
+    keys_S: torch.Tensor,
+    rows: SamplingRows,
+    mix: SamplingMix,
+) -> torch.Tensor:
+    """Draw where every random row has a top-k of at most `MAX_CANDIDATES`: int64 ids [S]."""
+    vocabulary = logits_SV.shape[1]
+    # A power of two: few shapes, whatever the users ask for.
+    count = min(1 << max(0, mix.max_top_k - 1).bit_length(), vocabulary)
+
+    def distance_of(values_SX: torch.Tensor) -> torch.Tensor:
+        return (best_S1 - values_SX).div_(temperature_S1).abs_()
+
+    ids_SC = best_candidates(logits_SV, maxima_SG, count, lambda values_SX: distance_of(values_SX).view(torch.int32))
+    distance_SC = distance_of(logits_SV.gather(1, ids_SC))
+    probability_SC = distance_SC.neg().exp_()
+    kept_SC = kept_candidates(
+        distance_SC.view(torch.int32),
+        probability_SC,
+        rows.top_k_S,
+        rows.top_p_S if mix.any_top_p else None,
+        rows.min_p_S if mix.any_min_p else None,
+    )
+    score_SC = probability_SC.mul_(kept_SC).div_(exponentials(keys_S, token_lanes(ids_SC.to(torch.int32))))
+    # Candidates are not in the order of their ids, so the lowest id among equals is found by hand.
+    best_SC = score_SC == score_SC.amax(1, keepdim=True)
+    return torch.where(best_SC, ids_SC, vocabulary - 1).amin(1)
+
+
+def _draw_from_vocabulary(
+    logits_SV: torch.Tensor,
+    maxima_SG: torch.Tensor,
+    best_S1: torch.Tensor,
+    temperature_S1: torch.Tensor,
+    keys_S: torch.Tensor,
+    rows: SamplingRows,
+    mix: SamplingMix,
+) -> torch.Tensor:
+    """Draw from any mix: int64 ids [S]."""
+    vocabulary = logits_SV.shape[1]
+    # Whole blocks, behind which the vocabulary's last tokens are followed by impossible ones.
+    distance_SV = F.pad(best_S1 - logits_SV, (0, -vocabulary % BLOCK), value=torch.inf)
+    distance_SV = distance_SV.div_(temperature_S1).abs_()
+    probability_SV = distance_SV.neg().exp_()
+    if mix.any_top_k or mix.any_top_p or mix.any_min_p:
+        has_top_k_S = (rows.top_k_S > 0) & (rows.top_k_S < vocabulary)
+        drop_filtered(
+            distance_SV.view(torch.int32),
+            probability_SV,
+            torch.where(has_top_k_S, rows.top_k_S, vocabulary) if mix.any_top_k else None,
+            rows.top_p_S if mix.any_top_p else None,
+            rows.min_p_S if mix.any_min_p else None,
+        )
+    ids_V = torch.arange(distance_SV.shape[1], dtype=torch.int32, device=logits_SV.device)
+    score_SV = probability_SV.div_(exponentials(keys_S, token_lanes(ids_V)))
+    # A NaN row may point at padding; it fails, but its id is used as an index before that is known.
+    return first_argmax(score_SV, block_maxima(score_SV))[1].clamp_(max=vocabulary - 1)
