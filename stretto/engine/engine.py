@@ -17,7 +17,7 @@ import torch
 from stretto.attention.base import AttentionBackend, AttentionInputs
 from stretto.config import SchedulerConfig
 from stretto.device.base import Access, Device, Event, Region
-from stretto.engine.sampler import SampledBuffers, sample
+from stretto.engine.sampler import SampledOut, sample
 from stretto.engine.staging import PlanLayout, ResultBuffers, RingEntry, StagingRing, pack
 from stretto.engine.tables import DeviceTables
 from stretto.scheduler.batch import IntArray, StepPlan, StepResults
@@ -70,10 +70,8 @@ class Engine:
         self.scheduler_stream = device.stream("scheduler", priority=-1) if config.overlap_depth else self.stream
         self.tables = DeviceTables(config, device.torch_device)
         self.ring = StagingRing(device, config, config.overlap_depth + 1)
-        self.sampled = SampledBuffers.allocate(config.max_rows, config.max_logprobs, device.torch_device)
-        self._events = [
-            (device.event(timing=True), device.event(timing=True)) for _ in range(config.overlap_depth + 3)
-        ]
+        self.sampled = SampledOut.allocate(config.max_rows, config.max_logprobs, device.torch_device)
+        self._events = [(device.event(timing=True), device.event(timing=True)) for _ in range(config.overlap_depth + 3)]
         """(begin, copy-done) of the steps in turn; two more than can be in flight, for who looks at the last ones."""
         self._arange = torch.arange(config.max_num_batched_tokens + 1, device=device.torch_device)
 
@@ -103,8 +101,8 @@ class Engine:
         tops = step.plan.mix.num_logprobs
         return StepResults(
             tokens_S,
-            cast(npt.NDArray[np.float32], results.logprobs_S.array)[:count],
-            cast(IntArray, results.ranks_S.array)[:count],
+            cast(npt.NDArray[np.float32], results.logprob_S.array)[:count],
+            cast(IntArray, results.rank_S.array)[:count],
             cast(IntArray, results.top_ids_SL.array)[:count, :tops],
             cast(npt.NDArray[np.float32], results.top_logprobs_SL.array)[:count, :tops],
         )
@@ -140,9 +138,8 @@ class Engine:
         tables, config = self.tables, self.config
         words = staged[: layout.num_words]
         words64 = words.to(torch.int64)
-        slot_B, num_new_B, sampled_S, page_slot_U, page_index_U, page_U, admissions, prefill_P = words64.split(
-            layout.sizes
-        )
+        parts = torch.split(words64, layout.sizes)
+        slot_B, num_new_B, sampled_S, page_slot_U, page_index_U, page_U, admissions, prefill_P = parts
         if layout.num_admitted:
             at = sum(layout.sizes[:6])
             packed = words[at : at + layout.sizes[6]].view(layout.num_admitted, -1)
@@ -182,14 +179,11 @@ class Engine:
             self._sample(plan, self.model.logits(hidden_SD), slot_B[sampled_S], context_B[sampled_S])
         tables.length_R[slot_B] = context_B
 
-    def _sample(
-        self, plan: StepPlan, logits_SV: torch.Tensor, slot_S: torch.Tensor, position_S: torch.Tensor
-    ) -> None:
+    def _sample(self, plan: StepPlan, logits_SV: torch.Tensor, slot_S: torch.Tensor, position_S: torch.Tensor) -> None:
         """Choose tokens and write them where the next step reads its input (token feedback)."""
         rows = self.tables.sampling_rows(slot_S, position_S, plan.mix)
-        sampled = self.sampled.rows(len(plan.sampled_S), plan.mix.num_logprobs)
-        sample(logits_SV, rows, plan.mix, sampled)
-        self.feed_back(slot_S, position_S, sampled.tokens_S)
+        sample(logits_SV, rows, plan.mix, self.sampled)
+        self.feed_back(slot_S, position_S, self.sampled.tokens_S[: len(plan.sampled_S)])
 
     def feed_back(self, slot_S: torch.Tensor, position_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
         """Write sampled tokens into the token table; a failed row (-1) gets id 0, its request has ended anyway."""
@@ -199,7 +193,10 @@ class Engine:
         """The shared regions that `_step` touches, for a checking device."""
         size, width = self.config.page_size, self.config.max_model_len + 1
         fresh = {request.slot for request in plan.admitted}
-        reads: list[Region] = [entry.device_region, *(("row", slot) for slot in plan.slots_B.tolist() if slot not in fresh)]
+        reads: list[Region] = [
+            entry.device_region,
+            *(("row", slot) for slot in plan.slots_B.tolist() if slot not in fresh),
+        ]
         writes: list[Region] = [("results.device", 0), *(("row", slot) for slot in plan.slots_B.tolist())]
         for row, slot in enumerate(plan.slots_B.tolist()):
             start, new = int(plan.start_B[row]), int(plan.num_new_B[row])
@@ -226,10 +223,10 @@ def _copy_words(device: torch.Tensor, host: torch.Tensor, count: int) -> None:
     device[:count].copy_(host[:count], non_blocking=True)
 
 
-def _copy_results(host: ResultBuffers, device: SampledBuffers, count: int, num_logprobs: int) -> None:
+def _copy_results(host: ResultBuffers, device: SampledOut, count: int, num_logprobs: int) -> None:
     host.tokens_S.tensor[:count].copy_(device.tokens_S[:count], non_blocking=True)
     if num_logprobs >= 0:
-        host.logprobs_S.tensor[:count].copy_(device.logprobs_S[:count], non_blocking=True)
-        host.ranks_S.tensor[:count].copy_(device.ranks_S[:count], non_blocking=True)
+        host.logprob_S.tensor[:count].copy_(device.logprob_S[:count], non_blocking=True)
+        host.rank_S.tensor[:count].copy_(device.rank_S[:count], non_blocking=True)
         host.top_ids_SL.tensor[:count].copy_(device.top_ids_SL[:count], non_blocking=True)
         host.top_logprobs_SL.tensor[:count].copy_(device.top_logprobs_SL[:count], non_blocking=True)

@@ -67,7 +67,7 @@ class PlanLayout:
 
 def pack(plan: StepPlan, layout: PlanLayout, out: npt.NDArray[np.int32]) -> None:
     """Write `plan` into the first `layout.num_words` words of `out` (host). hot path"""
-    parts = [
+    parts: list[npt.NDArray[np.integer]] = [
         plan.slots_B,
         plan.num_new_B,
         plan.sampled_S,
@@ -77,7 +77,7 @@ def pack(plan: StepPlan, layout: PlanLayout, out: npt.NDArray[np.int32]) -> None
         _pack_admissions(plan.admitted, layout) if plan.admitted else _NOTHING,
         plan.prefill_tokens,
     ]
-    np.concatenate(parts, out=out[: layout.num_words], casting="same_kind")
+    np.concatenate(parts, axis=0, out=out[: layout.num_words], casting="same_kind")
 
 
 def _pack_admissions(admitted: tuple[Request, ...], layout: PlanLayout) -> npt.NDArray[np.int32]:
@@ -106,8 +106,8 @@ class ResultBuffers:
     """Results of a step: one entry per sampled row, tops padded to the largest number that may be asked for."""
 
     tokens_S: HostBuffer
-    logprobs_S: HostBuffer
-    ranks_S: HostBuffer
+    logprob_S: HostBuffer
+    rank_S: HostBuffer
     top_ids_SL: HostBuffer
     top_logprobs_SL: HostBuffer
 

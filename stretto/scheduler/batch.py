@@ -64,8 +64,8 @@ class StepResults:
 
     tokens_S: IntArray
     """-1 where the logits were not numbers."""
-    logprobs_S: npt.NDArray[np.float32] | None = None
-    ranks_S: IntArray | None = None
+    logprob_S: npt.NDArray[np.float32] | None = None
+    rank_S: IntArray | None = None
     top_ids_SL: IntArray | None = None
     top_logprobs_SL: npt.NDArray[np.float32] | None = None
 

@@ -12,6 +12,7 @@ import numpy as np
 from stretto.cache.base import Prefix, PrefixCache
 from stretto.cache.page_pool import PagePool
 from stretto.config import SchedulerConfig
+from stretto.device.base import Device
 from stretto.request import Request
 from stretto.scheduler.batch import IntArray
 from stretto.scheduler.prefill import Chunk
@@ -21,8 +22,11 @@ from stretto.scheduler.slots import SlotTable
 class PageBook:
     """Page bookkeeping of the slots: counts are in pages unless a name says tokens."""
 
-    def __init__(self, config: SchedulerConfig, slots: SlotTable, pool: PagePool, cache: PrefixCache) -> None:
+    def __init__(
+        self, config: SchedulerConfig, slots: SlotTable, pool: PagePool, cache: PrefixCache, device: Device
+    ) -> None:
         self.pool = pool
+        self._device = device
         self._cache = cache
         self._slots = slots
         self._page_size = config.page_size
@@ -92,7 +96,9 @@ class PageBook:
     def give(self, request: Request, num_pages: int) -> None:
         """Append `num_pages` new pages, which must be available."""
         if num_pages and self.has_room(num_pages):
-            self._append(request, self.pool.take(num_pages))
+            pages = self.pool.take(num_pages)
+            self._device.taken([("page", page) for page in pages])
+            self._append(request, pages)
         elif num_pages:
             raise RuntimeError(f"{num_pages} pages for request {request.uid}, but {self.pool.num_free} are free")
 

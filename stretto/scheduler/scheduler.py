@@ -12,8 +12,8 @@ import numpy as np
 from stretto.cache.base import PrefixCache
 from stretto.cache.page_pool import PagePool
 from stretto.config import SchedulerConfig
-from stretto.device.base import Device
-from stretto.request import FinishReason, Request, RequestState, TokenLogprobs
+from stretto.device.base import Device, Region
+from stretto.request import FinishReason, Request, RequestState, TokenArray, TokenLogprobs
 from stretto.scheduler.batch import BoolArray, IntArray, StepOutput, StepPlan, StepResults
 from stretto.scheduler.decode import DecodeManager
 from stretto.scheduler.pages import PageBook
@@ -46,8 +46,9 @@ class Scheduler:
         self.cache = cache
         self.prefill = PrefillManager()
         self.decode = DecodeManager()
-        self.pages = PageBook(config, self.slots, pool, cache)
+        self.pages = PageBook(config, self.slots, pool, cache, device)
         self.num_preemptions = 0
+        self.num_prefill_tokens = 0
         self._wants_host_pages = wants_host_pages
         self._leaving: dict[int, Request] = {}
         """Requests that will be released once their launched steps are processed, by uid."""
@@ -199,6 +200,7 @@ class Scheduler:
                 self.cache.unlock(prefix)
                 break
             request.slot = self.slots.acquire(request)
+            self.device.taken(self._slot_regions(request.slot))
             self.prefill.admit(request)
             self.pages.adopt(request, prefix)
             if request.num_preemptions == 0:
@@ -247,13 +249,14 @@ class Scheduler:
             mix=slots.mix(sampled_slots),
         )
         self._num_steps += 1
+        self.num_prefill_tokens += len(plan.prefill_tokens)
         self._admitted.clear()
         slots.length[slots_B] = end_B
         slots.in_flight[slots_B] += 1
         self._advance_states(chunks, sampled_slots[is_last_S])
         return plan
 
-    def _chunk_tokens(self, chunks: list[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _chunk_tokens(self, chunks: list[Chunk]) -> TokenArray:
         if not chunks:
             return _NO_TOKENS
         parts = []
@@ -335,15 +338,15 @@ class Scheduler:
         self, slots_S: IntArray, results: StepResults, alive_S: BoolArray, failed_S: BoolArray
     ) -> None:
         """Keep the log-probabilities of the rows that asked, each with as many tops as it asked for."""
-        if results.logprobs_S is None or results.ranks_S is None:
+        if results.logprob_S is None or results.rank_S is None:
             raise RuntimeError("log-probabilities were asked for, but the step carries none")
         rows = np.flatnonzero(alive_S)
         for i in np.flatnonzero(self.slots.wants_logprobs[slots_S] & ~failed_S).tolist():
             request, row = self._holder(int(slots_S[i])), int(rows[i])
             wanted = request.params.logprobs or 0
             kept = TokenLogprobs(
-                float(results.logprobs_S[row]),
-                int(results.ranks_S[row]),
+                float(results.logprob_S[row]),
+                int(results.rank_S[row]),
                 results.top_ids_SL[row, :wanted].tolist() if results.top_ids_SL is not None else [],
                 results.top_logprobs_SL[row, :wanted].tolist() if results.top_logprobs_SL is not None else [],
             )
@@ -410,10 +413,17 @@ class Scheduler:
         freed = self.pages.take_back(request)
         self.slots.free(slot)
         request.slot = 0
-        self.device.released([("row", slot), *(("page", page) for page in freed)])
+        self.device.released([*self._slot_regions(slot), *(("page", page) for page in freed)])
         if request.state is RequestState.PREEMPTING:
             request.state = RequestState.WAITING
             self.prefill.wait(request)
+
+    def _slot_regions(self, slot: int) -> list[Region]:
+        """The shared memory that goes with a slot: its row of the tables, and on a checking device each token of it."""
+        if not self.device.checking:
+            return []
+        width = self.slots.tokens.shape[1]
+        return [("row", slot), *(("token", slot * width + i) for i in range(width))]
 
     def _offer_to_cache(self, request: Request) -> None:
         """Offer the KV of valid tokens: never that of a step past the end, nor of one whose logits were no numbers."""

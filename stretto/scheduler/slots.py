@@ -11,7 +11,7 @@ import heapq
 import numpy as np
 
 from stretto.config import SchedulerConfig
-from stretto.engine.sampler import SamplingMix
+from stretto.engine.sampler import GREEDY_BELOW, SamplingMix
 from stretto.request import Request, TokenArray
 from stretto.scheduler.batch import IntArray
 
@@ -74,7 +74,7 @@ class SlotTable:
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(request.stop_ids)] = request.stop_ids
         self.wants_logprobs[slot] = params.logprobs is not None
-        sampled = params.temperature > 0
+        sampled = params.temperature >= GREEDY_BELOW
         self._sampled[slot] = sampled
         self._top_k[slot] = params.top_k if sampled and 0 < params.top_k < self._vocab_size else 0
         self._top_p[slot] = sampled and params.top_p < 1
@@ -101,9 +101,12 @@ class SlotTable:
 
     def mix(self, slots: IntArray) -> SamplingMix:
         """What is known about the sampling of these rows before launch; never from a device tensor. hot path"""
-        max_top_k = int(self._top_k[slots].max(initial=0))
+        sampled = self._sampled[slots]
+        top_k = self._top_k[slots]
+        max_top_k = int(top_k.max(initial=0))
         return SamplingMix(
-            all_greedy=not self._sampled[slots].any(),
+            all_greedy=not sampled.any(),
+            all_top_k=bool(((top_k > 0) == sampled).all()),
             any_top_k=max_top_k > 0,
             max_top_k=max_top_k,
             any_top_p=bool(self._top_p[slots].any()),

@@ -1,0 +1,239 @@
+"""Runtime: one engine in this process. Assembles device, model, scheduler and loop, and is how requests get in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+
+from stretto.assembly import Progress, assemble
+from stretto.attention.base import AttentionBackend
+from stretto.cache.base import NoCache, PrefixCache
+from stretto.cache.page_pool import PagePool
+from stretto.config import EngineConfig, SchedulerConfig
+from stretto.device.base import Device
+from stretto.engine.engine import Engine, StepModel
+from stretto.engine.random import fresh_seed
+from stretto.errors import InvalidRequest, NotSupported
+from stretto.observe.timeline import Timeline
+from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray
+from stretto.scheduler.batch import StepOutput
+from stretto.scheduler.loop import AddRequest, EndRequest, Loop, Message
+from stretto.scheduler.scheduler import Scheduler
+from stretto.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStats:
+    """Sums since the start. Times are seconds of device time unless a name says otherwise."""
+
+    steps: int
+    prompt_tokens: int
+    """Prompt tokens computed, those computed again after a preemption included."""
+    output_tokens: int
+    busy_s: float
+    bubble_s: float
+    bubble_share: float
+    """Share of device time in which the device had no work queued although a request was runnable."""
+    preemptions: int
+    overlap_depth: int
+    num_pages: int
+    """KV pages that requests can hold."""
+    num_free_pages: int
+    num_running: int
+    num_waiting: int
+
+
+class _Outbox:
+    """Messages from the owner of the runtime to its loop, in this process."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, message: Message) -> None:
+        """Leave a message for the loop's next turn."""
+        self._messages.append(message)
+
+    def receive(self, block: bool) -> Iterable[Message]:
+        """All messages; nobody else can bring one, so it never blocks."""
+        messages, self._messages = self._messages, []
+        return messages
+
+
+class Runtime:
+    """Scheduler, engine and loop over one device. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        device: Device,
+        model: StepModel,
+        attention: AttentionBackend,
+        *,
+        cache: PrefixCache | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """From parts; `start` makes the parts from options."""
+        self.scheduler_config = config
+        self.device = device
+        self._pool = PagePool(config.num_pages)
+        self.scheduler = Scheduler(
+            config,
+            device,
+            self._pool,
+            NoCache() if cache is None else cache,
+            wants_host_pages=attention.wants_host_pages or device.checking,
+        )
+        self.engine = Engine(config, device, model, attention)
+        self._timeline = Timeline(device)
+        self._tokenizer = tokenizer
+        self._outbox = _Outbox()
+        self.loop = Loop(self.scheduler, self.engine, self._outbox, self._timeline)
+        self._requests: dict[int, Request] = {}
+        self._num_arrived = 0
+        self._output_tokens = 0
+
+    @classmethod
+    def start(cls, config: EngineConfig, progress: Progress | None = None) -> Runtime:
+        """Find and load the model that `config` names and set everything up. Blocks on network and disk.
+
+        `progress` is told what is being done and how much of it is. Raises ModelLoadError or InvalidRequest.
+        """
+        parts = assemble(config, progress)
+        return cls(parts.config, parts.device, parts.model, parts.attention, tokenizer=parts.tokenizer)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises NotSupported for a model that came without one (token ids work)."""
+        if self._tokenizer is None:
+            raise NotSupported("this model came without a tokenizer: give token ids and detokenize=False")
+        return self._tokenizer
+
+    @property
+    def requests(self) -> Mapping[int, Request]:
+        """Requests that have not ended, by uid."""
+        return self._requests
+
+    def add(
+        self, prompt_ids: Sequence[int] | TokenArray, params: SamplingParams, *, seed: int | None = None, priority: int = 0
+    ) -> Request:
+        """Queue one sample of a prompt; it starts with the next `step`. `params.n` is the caller's.
+
+        `seed` None takes fresh entropy. Raises InvalidRequest, saying what was given and what is allowed.
+        """
+        ids = self.check(prompt_ids, params)
+        config = self.scheduler_config
+        stop_ids = dict.fromkeys([] if params.ignore_eos else config.eos_ids)
+        stop_ids.update(dict.fromkeys(params.stop_token_ids or ()))
+        wanted = config.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
+        request = Request(
+            uid=self._num_arrived,
+            prompt_ids=ids,
+            params=params,
+            seed=fresh_seed() if seed is None else seed,
+            final_len=min(wanted, config.max_model_len),
+            stop_ids=tuple(stop_ids),
+            priority=priority,
+            logprobs=None if params.logprobs is None else [],
+        )
+        self._num_arrived += 1
+        self._requests[request.uid] = request
+        self._outbox.put(AddRequest(request))
+        return request
+
+    def check(self, prompt_ids: Sequence[int] | TokenArray, params: SamplingParams) -> TokenArray:
+        """`prompt_ids` as int32 if the engine can run them with `params`; otherwise raises InvalidRequest."""
+        config = self.scheduler_config
+        try:
+            ids = np.asarray(prompt_ids)
+        except (ValueError, OverflowError):
+            ids = np.empty(0, np.object_)
+        if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+            raise InvalidRequest(f"prompt token ids must be a flat list of whole numbers below {config.vocab_size}")
+        if len(ids) == 0:
+            raise InvalidRequest("the prompt is empty: it needs at least one token")
+        bad = ids[(ids < 0) | (ids >= config.vocab_size)]
+        if len(bad):
+            raise InvalidRequest(
+                f"token id {bad[0]} is not in the vocabulary: allowed are 0 to {config.vocab_size - 1}"
+            )
+        if len(ids) >= config.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; at most {config.max_model_len - 1} fit into the context length of "
+                f"{config.max_model_len} with one new token: shorten it or raise max_model_len"
+            )
+        if params.logprobs is not None and params.logprobs > config.max_logprobs:
+            raise InvalidRequest(
+                f"logprobs is {params.logprobs}; allowed: up to {config.max_logprobs} (the engine's max_logprobs)"
+            )
+        for token_id in params.stop_token_ids or ():
+            if token_id >= config.vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids has {token_id}, which is not in the vocabulary: allowed are 0 to "
+                    f"{config.vocab_size - 1}"
+                )
+        count = len({*(params.stop_token_ids or ()), *(() if params.ignore_eos else config.eos_ids)})
+        if count > config.max_stop_ids:
+            raise InvalidRequest(
+                f"{count} stop token ids, end-of-sequence ids included; allowed: up to {config.max_stop_ids}"
+            )
+        return ids.astype(np.int32)
+
+    def end(self, request: Request, reason: FinishReason = FinishReason.ABORT, num_output: int | None = None) -> None:
+        """End a request with the next `step`: an abort, or a stop string complete with `num_output` output tokens.
+
+        Idempotent, and harmless after it has ended by itself.
+        """
+        self._outbox.put(EndRequest(request, reason, num_output))
+
+    def step(self) -> list[StepOutput]:
+        """One turn of the loop; may give no output or several. May block on the oldest step in flight."""
+        outputs = self.loop.turn()
+        for output in outputs:
+            self._output_tokens += len(output.tokens)
+            for request in output.finished:
+                del self._requests[request.uid]
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.loop.has_work or len(self._outbox) > 0
+
+    def running(self) -> AbstractContextManager[None]:
+        """The scope in which to call `step` in a row (tunes the interpreter where the device needs it)."""
+        return self.device.running()
+
+    def output_ids(self, request: Request) -> TokenArray:
+        """int32 output tokens of `request` so far (a copy)."""
+        known = request.token_ids if request.state is RequestState.FINISHED or not request.slot else None
+        if known is None:
+            known = self.scheduler.slots.known_tokens(request)
+        return known[len(request.prompt_ids) :]
+
+    def stats(self) -> RuntimeStats:
+        """Figures since the start."""
+        totals = self._timeline.totals()
+        return RuntimeStats(
+            steps=totals.steps,
+            prompt_tokens=self.scheduler.num_prefill_tokens,
+            output_tokens=self._output_tokens,
+            busy_s=totals.busy_s,
+            bubble_s=totals.bubble_s,
+            bubble_share=totals.bubble_share,
+            preemptions=self.scheduler.num_preemptions,
+            overlap_depth=self.scheduler_config.overlap_depth,
+            num_pages=self.scheduler_config.num_pages - 1,
+            num_free_pages=self._pool.num_free,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+        )
+
+    def close(self) -> None:
+        """Let launched steps end, then end the device. Idempotent."""
+        self.device.close()
