@@ -1,0 +1,72 @@
+# Everything a developer or a new user needs; works with only Python >= 3.11 and make.
+#   make demo     set up, fetch the embedded model, answer a few prompts
+#   make test     set up, run all tests
+#   make check    lint, types and tests, as CI does
+# PYTHON=python3.12 chooses the interpreter, PIP_FLAGS="..." is passed to pip (for example the index of CPU-only torch).
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+PYTEST_FLAGS ?= -n 2
+BIN := $(VENV)/bin
+USE_STAMP := $(VENV)/.stretto-installed
+DEV_STAMP := $(VENV)/.stretto-dev-installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test lint format types check bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(USE_STAMP)
+setup-dev: $(DEV_STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Stretto needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." >&2; \
+	  echo "Name another interpreter: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "== creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+$(USE_STAMP): pyproject.toml | $(BIN)/python
+	@echo "== installing Stretto and what it needs (torch is large; this takes minutes the first time)"
+	@$(PIP) install $(PIP_FLAGS) -e .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | $(BIN)/python
+	@echo "== installing Stretto with its test tools (torch is large; this takes minutes the first time)"
+	@$(PIP) install $(PIP_FLAGS) -e '.[dev]'
+	@touch $(USE_STAMP) $@
+
+demo: $(USE_STAMP)
+	@$(BIN)/stretto generate --model smollm2-135m --chat --max-tokens 64 --stats \
+	  "What is the capital of France?" \
+	  "Write one sentence about the sea." \
+	  "Why is the sky blue? Answer briefly." \
+	  "Name three musical forms."
+
+test: $(DEV_STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(DEV_STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(DEV_STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(DEV_STAMP)
+	@$(BIN)/mypy
+
+check: lint types test
+
+bench: $(DEV_STAMP)
+	@$(BIN)/python benchmarks/overlap.py
+	@$(BIN)/python benchmarks/throughput.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
