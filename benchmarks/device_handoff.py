@@ -1,7 +1,8 @@
 """What one call of a device costs the host, in microseconds: `python benchmarks/device_handoff.py`.
 
 The CPU device's calls are measured while its worker is held, so that only the host's side counts; then the round trip
-(enqueue, record, synchronise) and the price of the checking device with small and with large access sets.
+(enqueue, record, synchronise) and the price of the checking device with small and with large access sets. Where there
+is a GPU, the same calls on the CUDA device.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 from stretto.device.base import Access
 from stretto.device.checking import CheckingDevice
 from stretto.device.cpu import CpuDevice
+from stretto.device.cuda import CudaDevice
 
 
 def microseconds(call: Callable[[], object], repeats: int = 20_000, rounds: int = 5) -> float:
@@ -66,7 +70,27 @@ def checking_device(regions: int) -> None:
     device.close()
 
 
+def cuda_device() -> None:
+    """The same on a GPU; the work launches nothing, so `run` is only the switch of stream and mode."""
+    device = CudaDevice()
+    stream, other, event = device.stream("engine"), device.stream("scheduler"), device.event()
+
+    def round_trip() -> None:
+        stream.record(event)
+        event.synchronize()
+
+    print(f"cuda run              {microseconds(lambda: stream.run(nothing), 2_000):8.2f}")
+    print(f"cuda record           {microseconds(lambda: stream.record(event), 2_000):8.2f}")
+    print(f"cuda query            {microseconds(event.query, 2_000):8.2f}")
+    print(f"cuda wait             {microseconds(lambda: stream.wait(event), 2_000):8.2f}")
+    print(f"cuda wait_stream      {microseconds(lambda: stream.wait_stream(other), 2_000):8.2f}")
+    print(f"cuda round trip       {microseconds(round_trip, 2_000):8.2f}")
+    device.close()
+
+
 if __name__ == "__main__":
     cpu_device()
     for count in (2, 24):
         checking_device(count)
+    if torch.cuda.is_available():
+        cuda_device()
