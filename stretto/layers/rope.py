@@ -14,11 +14,10 @@ class Rope:
 
     def __init__(self, inverse_frequency: torch.Tensor, num_positions: int, *, scale: float = 1.0) -> None:
         """`inverse_frequency`: float [H/2], radians per position; `scale` multiplies q and k (yarn), normally 1."""
-        angle = torch.outer(
-            torch.arange(num_positions, dtype=torch.float64, device=inverse_frequency.device),
-            inverse_frequency.double(),
-        )
-        self._turn_LH = torch.polar(torch.full_like(angle, scale), angle).to(torch.complex64)
+        # float32 products, as in transformers: at far positions exact ones differ by more than logits forgive.
+        positions = torch.arange(num_positions, dtype=torch.float32, device=inverse_frequency.device)
+        angle = torch.outer(positions, inverse_frequency.float())
+        self._turn_LH = torch.polar(torch.full_like(angle, scale), angle)
 
     def turns(self, positions_T: torch.Tensor) -> torch.Tensor:
         """complex64 [T, 1, H/2] for the step's positions (int64 [T]); once a step, shared by all layers. hot path"""
