@@ -1,8 +1,8 @@
 """The decoder that Llama, Qwen2 and Qwen3 share, over the flat tokens of a step.
 
-Owns the arithmetic between token ids and logits. Knows nothing of pages or requests: attention over the past is the
-caller's `attend`. Legend: T tokens of the step, S sampled rows, N query heads, K kv heads, Q = N + K, H head dim,
-D hidden, F ffn, V vocabulary, L positions.
+Owns the arithmetic between token ids and logits, and which checkpoint tensors it needs. Knows nothing of pages or
+requests: attention over the past is the caller's `attend`. Legend: T tokens of the step, S sampled rows, N query
+heads, K kv heads, Q = N + K, H head dim, h = H / 2, D hidden, F ffn, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.layers.activation import silu_and_mul
+from stretto.layers.embedding import Embedding
 from stretto.layers.linear import Linear
+from stretto.layers.norm import RMSNorm
+from stretto.layers.rope import Rope, apply_rope
 from stretto.models.config import ModelConfig
-from stretto.models.rope import rotation_table
+from stretto.models.rope import inverse_frequencies
 from stretto.models.weights import Rows, WeightReader
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -24,23 +28,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """Root-mean-square norm over the last dimension."""
-
-    weight_D: Tensor
-    eps: float
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightReader, name: str) -> Norm:
-        return cls(weights.vector(f"{name}.weight", config.hidden_size), config.rms_norm_eps)
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        return F.rms_norm(x_TD, self.weight_D.shape[-1:], self.weight_D, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """RMS norm of every head of q and k at once (Qwen3)."""
+    """RMS norm of every head of q and k, in one go for both (Qwen3)."""
 
     weight_QH: Tensor
     """q_norm's weight for each query head, then k_norm's for each kv head."""
@@ -54,7 +43,8 @@ class HeadNorm:
         return cls(weight_QH, config.rms_norm_eps)
 
     def __call__(self, qk_TQH: Tensor) -> Tensor:
-        return F.rms_norm(qk_TQH, self.weight_QH.shape[-1:], None, self.eps) * self.weight_QH
+        """hot path"""
+        return F.rms_norm(qk_TQH, self.weight_QH.shape[-1:], None, self.eps).mul_(self.weight_QH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +56,8 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     qkv: Linear
-    o: Linear
     qk_norm: HeadNorm | None
+    o: Linear
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightReader, layer: int, name: str) -> Attention:
@@ -83,16 +73,18 @@ class Attention:
             config.num_kv_heads,
             config.head_dim,
             qkv=weights.linear(qkv, config.hidden_size, bias=config.traits.qkv_bias),
-            o=weights.linear([Rows(f"{name}.o_proj", config.hidden_size)], q_rows, bias=config.traits.o_bias),
             qk_norm=HeadNorm.load(config, weights, name) if config.traits.qk_norm else None,
+            o=weights.linear([Rows(f"{name}.o_proj", config.hidden_size)], q_rows, bias=config.traits.o_bias),
         )
 
-    def __call__(self, x_TD: Tensor, rotation_T1R: Tensor, attend: Attend) -> Tensor:
-        qkv_TQH = self.qkv(x_TD).unflatten(-1, (-1, self.head_dim))
-        qk_TQH, v_TKH = qkv_TQH.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+    def __call__(self, x_TD: Tensor, turns_T1h: Tensor, attend: Attend) -> Tensor:
+        """hot path"""
+        qkv_TXH = self.qkv(x_TD).unflatten(-1, (-1, self.head_dim))
+        qk_TQH, v_TKH = qkv_TXH.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk_TQH = self.qk_norm(qk_TQH)
-        q_TNH, k_TKH = rotate(qk_TQH, rotation_T1R).split((self.num_heads, self.num_kv_heads), dim=1)
+        apply_rope(qk_TQH, turns_T1h)
+        q_TNH, k_TKH = qk_TQH.split((self.num_heads, self.num_kv_heads), dim=1)
         return self.o(attend(self.layer, q_TNH, k_TKH, v_TKH).flatten(1))
 
 
@@ -113,32 +105,38 @@ class MLP:
         )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up(x_TD).chunk(2, dim=-1)
-        return self.down(F.silu(gate_TF).mul_(up_TF))
+        """hot path"""
+        return self.down(silu_and_mul(self.gate_up(x_TD)))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each of which reads the normed residual stream and adds to it."""
 
-    attention_norm: Norm
+    attention_norm: RMSNorm
     attention: Attention
-    mlp_norm: Norm
+    mlp_norm: RMSNorm
     mlp: MLP
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightReader, layer: int) -> DecoderLayer:
         name = f"model.layers.{layer}"
         return cls(
-            attention_norm=Norm.load(config, weights, f"{name}.input_layernorm"),
+            attention_norm=weights.norm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps),
             attention=Attention.load(config, weights, layer, f"{name}.self_attn"),
-            mlp_norm=Norm.load(config, weights, f"{name}.post_attention_layernorm"),
+            mlp_norm=weights.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps),
             mlp=MLP.load(config, weights, f"{name}.mlp"),
         )
 
-    def __call__(self, x_TD: Tensor, rotation_T1R: Tensor, attend: Attend) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation_T1R, attend)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+    def __call__(self, residual_TD: Tensor, update_TD: Tensor | None, turns_T1h: Tensor, attend: Attend) -> Tensor:
+        """Adds the layer before's `update_TD` to the residual in place and returns this layer's own, not yet added.
+
+        An addition is handed on so that it meets the norm that follows it, with which it is one operation. hot path
+        """
+        norm = self.attention_norm
+        x_TD = norm(residual_TD) if update_TD is None else norm.add(residual_TD, update_TD)
+        x_TD = self.mlp_norm.add(residual_TD, self.attention(x_TD, turns_T1h, attend))
+        return self.mlp(x_TD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,51 +145,55 @@ class Decoder:
 
     config: ModelConfig
     kv_dtype: torch.dtype
-    """Element type in which q, k and v reach `attend`."""
-    embedding_VD: Tensor
-    rotations_LR: Tensor
+    """Element type in which q, k and v reach `attend`, and the best one for the cache."""
+    max_model_len: int
+    """Positions are below this."""
+    embedding: Embedding
+    rope: Rope
     layers: tuple[DecoderLayer, ...]
-    norm: Norm
+    norm: RMSNorm
     head: Linear
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: WeightReader, *, max_model_len: int, device: torch.device) -> Decoder:
+    def load(cls, config: ModelConfig, weights: WeightReader, max_model_len: int) -> Decoder:
         """Read all weights, in the order in which checkpoints store them. Raises ModelLoadError; blocks on the disk."""
-        embedding_VD, head = weights.embedding_and_head(
+        embedding, head = weights.embedding_and_head(
             config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
         )
+        frequencies = inverse_frequencies(config, max_model_len).to(weights.device)
         return cls(
             config,
             weights.activation_dtype,
-            embedding_VD,
-            rotation_table(config, max_model_len, device),
+            max_model_len,
+            embedding,
+            Rope(frequencies, max_model_len, scale=config.rope.attention_factor),
             tuple(DecoderLayer.load(config, weights, layer) for layer in range(config.num_layers)),
-            Norm.load(config, weights, "model.norm"),
+            weights.norm("model.norm", config.hidden_size, config.rms_norm_eps),
             head,
         )
 
-    @property
-    def max_model_len(self) -> int:
-        """Positions must be below this."""
-        return self.rotations_LR.shape[0]
-
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (before the last norm) of the step's tokens: hidden_TD. hot path
+        """Hidden states of the step's tokens before the last norm: hidden_TD in the activation dtype. hot path
 
-        `input_ids_T` and `positions_T` are int64 or int32 of any order and mix of requests; what a token sees of the
-        others is `attend`'s to decide.
+        `input_ids_T` and `positions_T` are int64, of any mix of requests; what a token sees of the others is
+        `attend`'s to decide.
         """
-        x_TD = F.embedding(input_ids_T, self.embedding_VD).to(self.kv_dtype)
-        rotation_T1R = self.rotations_LR[positions_T].unsqueeze(1)
+        residual_TD = self.embedding(input_ids_T)
+        turns_T1h = self.rope.turns(positions_T)
+        update_TD = None
         for layer in self.layers:
-            x_TD = layer(x_TD, rotation_T1R, attend)
-        return x_TD
+            update_TD = layer(residual_TD, update_TD, turns_T1h, attend)
+        assert update_TD is not None  # a config has at least one layer
+        return residual_TD.add_(update_TD)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Logits of the rows of `forward`'s result that are sampled from: float32 [S, V]. hot path"""
+        """Logits of those rows of `forward`'s result that are sampled from: float32 [S, V]. hot path"""
         return self.head(self.norm(hidden_SD)).float()
 
-
-def rotate(qk_TQH: Tensor, rotation_T1R: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(qk_TQH.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation_T1R).flatten(-2)
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads at least: all linear layers, the head included."""
+        linears = [self.head]
+        for layer in self.layers:
+            linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
+        return sum(linear.weight_bytes for linear in linears)

@@ -1,6 +1,6 @@
-"""Rotary position embeddings: from a RopeConfig to the table of rotations that the forward pass looks positions up in.
+"""Rotary position embeddings: the frequencies of every scaling kind, and the order of the head dimension.
 
-Owns the frequencies of every scaling kind. How a rotation is applied to q and k is layers/rope.py's.
+Owns what a model's config says about positions. The table of turns and how it is applied are layers/rope.py's.
 
 Order of the head dimension: inside Stretto the two coordinates that one frequency turns stand side by side
 (0, 1), (2, 3), ..., so that a rotation is one complex product; HF checkpoints keep them half a head apart,
@@ -41,17 +41,6 @@ def inverse_frequencies(config: ModelConfig, max_model_len: int) -> Tensor:
             return _unscaled(rope.theta, dim)
         case kind:
             raise ValueError(f"rope kind {kind!r} in a parsed config")
-
-
-def rotation_table(config: ModelConfig, max_model_len: int, device: torch.device) -> Tensor:
-    """Rotation of every position and coordinate pair: complex64 [max_model_len, head_dim / 2], yarn's factor included.
-
-    Angles are float32 products, as in transformers: a more exact table would differ from what the weights were trained on.
-    """
-    positions = torch.arange(max_model_len, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(config, max_model_len))
-    magnitude = torch.full_like(angles, config.rope.attention_factor)
-    return torch.polar(magnitude, angles).to(device)
 
 
 def halves_as_pairs(rows: Tensor, head_dim: int) -> Tensor:

@@ -139,12 +139,12 @@ class RandomSource:
     names: Collection[str] = ()
     _BLOCK = 4_194_301
 
-    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype, total_elements: int) -> None:
+    def __init__(self, seed: int, device: torch.device, total_elements: int) -> None:
         self.origin = f"dummy weights (seed {seed})"
         self.total_elements = total_elements
         generator = torch.Generator().manual_seed(seed)
         block = torch.empty(self._BLOCK).normal_(std=0.02, generator=generator)
-        self._block = block.to(device, dtype)
+        self._block = block.to(device)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         out = torch.empty(shape, dtype=self._block.dtype, device=self._block.device)

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.errors import ModelLoadError
-from stretto.layers.linear import Linear, activation_dtype, make_linear, staging_dtype, table_dtype
+from stretto.errors import ModelLoadError, NotSupported
+from stretto.layers.embedding import Embedding
+from stretto.layers.formats import activation_dtype
+from stretto.layers.linear import Linear, make_linear
+from stretto.layers.norm import RMSNorm
 from stretto.models.rope import halves_as_pairs
 from stretto.models.sources import WeightSource
 
@@ -42,45 +45,55 @@ class WeightReader:
     def __init__(
         self, source: WeightSource, *, weight_format: str, device: torch.device, progress: Progress | None = None
     ) -> None:
+        self.device = device
+        self.activation_dtype = activation_dtype(weight_format, device)
         self._source = source
         self._format = weight_format
-        self._device = device
+        # Wide enough for the packer of the format, and already the final type where nothing is packed.
+        self._staging_dtype = torch.float32 if weight_format == "int4" else self.activation_dtype
         self._progress = progress
         self._used: set[str] = set()
         self._elements_done = 0
-        self.activation_dtype = activation_dtype(weight_format, device)
 
     def linear(self, parts: Sequence[Rows], columns: int, *, bias: bool) -> Linear:
-        """One linear layer whose rows are those of `parts` on top of each other. Raises ModelLoadError."""
+        """One linear layer whose rows are those of `parts` on top of each other.
+
+        Raises ModelLoadError for a tensor, NotSupported if the weight format cannot hold it.
+        """
         weight_OI = self._matrix(parts, columns)
         if not bias:
-            return make_linear(weight_OI, None, self._format)
-        bias_O = torch.empty(weight_OI.shape[0], dtype=self.activation_dtype, device=self._device)
+            return self._packed(weight_OI, None, parts)
+        bias_O = torch.empty(weight_OI.shape[0], dtype=self.activation_dtype, device=self.device)
         row = 0
         for part in parts:
             self._read_into(bias_O[row : row + part.count], f"{part.module}.bias", part.head_dim)
             row += part.count
-        return make_linear(weight_OI, bias_O, self._format)
+        return self._packed(weight_OI, bias_O, parts)
+
+    def norm(self, module: str, size: int, eps: float) -> RMSNorm:
+        """A norm over hidden states. Raises ModelLoadError."""
+        return RMSNorm(self.vector(f"{module}.weight", size), eps, self.activation_dtype)
 
     def vector(self, name: str, size: int, *, in_pairs: bool = False) -> Tensor:
-        """A norm's weight. With `in_pairs`, that of a q or k head, brought into pair order. Raises ModelLoadError."""
-        out = torch.empty(size, dtype=self.activation_dtype, device=self._device)
+        """One vector in the activation dtype; `in_pairs` if it lies along a q or k head. Raises ModelLoadError."""
+        out = torch.empty(size, dtype=self.activation_dtype, device=self.device)
         self._read_into(out, name, size if in_pairs else None)
         return out
 
-    def embedding_and_head(self, rows: int, columns: int, *, tied: bool) -> tuple[Tensor, Linear]:
-        """Token embedding [V, D] and the layer from hidden states to logits. Raises ModelLoadError.
+    def embedding_and_head(self, rows: int, columns: int, *, tied: bool) -> tuple[Embedding, Linear]:
+        """Token embedding [V, D] and the layer from hidden states to logits; tied, they share what the format lets them.
 
-        If tied, they share memory where the format keeps its rows readable; otherwise the table is kept in the format's
-        element type as well.
+        Raises as `linear`.
         """
-        table_VD = self._matrix([Rows("model.embed_tokens", rows)], columns)
-        if tied:
-            self._used.add("lm_head.weight")  # some checkpoints carry the copy
-            head = make_linear(table_VD, None, self._format)
-            return table_VD.to(table_dtype(self._format, self._device)), head
-        table_VD = table_VD.to(table_dtype(self._format, self._device))
-        return table_VD, self.linear([Rows("lm_head", rows)], columns, bias=False)
+        parts = [Rows("model.embed_tokens", rows)]
+        weight_VD = self._matrix(parts, columns)
+        embedding = Embedding(weight_VD, self._format)
+        if not tied:
+            parts = [Rows("lm_head", rows)]
+            del weight_VD  # before the next one of this size is read
+            weight_VD = self._matrix(parts, columns)
+        self._used.add("lm_head.weight")  # some tied checkpoints carry the copy
+        return embedding, self._packed(weight_VD, None, parts, head=True)
 
     def finish(self) -> None:
         """Raises ModelLoadError if the source has tensors that no parameter asked for."""
@@ -93,7 +106,7 @@ class WeightReader:
 
     def _matrix(self, parts: Sequence[Rows], columns: int) -> Tensor:
         weight_OI = torch.empty(
-            sum(part.count for part in parts), columns, dtype=staging_dtype(self._format, self._device), device=self._device
+            sum(part.count for part in parts), columns, dtype=self._staging_dtype, device=self.device
         )
         row = 0
         for part in parts:
@@ -101,11 +114,22 @@ class WeightReader:
             row += part.count
         return weight_OI
 
+    def _packed(
+        self, weight_OI: Tensor, bias_O: Tensor | None, parts: Sequence[Rows], *, head: bool = False
+    ) -> Linear:
+        try:
+            return make_linear(weight_OI, bias_O, self._format, head=head)
+        except NotSupported as error:
+            names = ", ".join(part.module for part in parts)
+            raise NotSupported(f"{self._source.origin}: {names}: {error}") from error
+
     def _read_into(self, out: Tensor, name: str, head_dim: int | None) -> None:
         stored = self._source.read(name, tuple(out.shape))
         if head_dim is not None and not self._source.rows_in_pairs:
             stored, out = halves_as_pairs(stored, head_dim), out.unflatten(0, (-1, head_dim // 2, 2))
         out.copy_(stored)
+        if out.dtype == torch.float16 and stored.dtype != torch.float16 and not bool(out.isfinite().all()):
+            raise NotSupported(f"{self._source.origin}: tensor {name!r} exceeds float16; use bfloat16 or float32")
         self._used.add(name)
         self._elements_done += stored.numel()
         if self._progress is not None:
