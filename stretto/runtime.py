@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class Runtime:
             self._pool,
             NoCache() if cache is None else cache,
             wants_host_pages=attention.wants_host_pages or device.checking,
+            monitored=device.checking or os.environ.get("STRETTO_CHECK", "0") not in ("", "0"),
         )
         self.engine = Engine(config, device, model, attention)
         self._timeline = Timeline(device)
@@ -120,7 +122,12 @@ class Runtime:
         return self._requests
 
     def add(
-        self, prompt_ids: Sequence[int] | TokenArray, params: SamplingParams, *, seed: int | None = None, priority: int = 0
+        self,
+        prompt_ids: Sequence[int] | TokenArray,
+        params: SamplingParams,
+        *,
+        seed: int | None = None,
+        priority: int = 0,
     ) -> Request:
         """Queue one sample of a prompt; it starts with the next `step`. `params.n` is the caller's.
 

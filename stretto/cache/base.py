@@ -30,8 +30,8 @@ class PrefixCache(Protocol):
     def store(self, token_ids: TokenArray, pages: list[int]) -> None:
         """Offer the KV of `token_ids` (written by launched steps) in `pages`; the cache takes its own references."""
 
-    def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` unlocked pages, least recently used first; returns how many became free."""
+    def evict(self, num_pages: int) -> list[int]:
+        """Free up to `num_pages` unlocked pages, least recently used first; returns those that are free now."""
 
     @property
     def num_evictable(self) -> int:
@@ -53,6 +53,6 @@ class NoCache:
     def store(self, token_ids: TokenArray, pages: list[int]) -> None:
         """Keeps nothing."""
 
-    def evict(self, num_pages: int) -> int:
+    def evict(self, num_pages: int) -> list[int]:
         """Frees nothing."""
-        return 0
+        return []

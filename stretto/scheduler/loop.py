@@ -57,6 +57,8 @@ class Loop:
         self.timeline = timeline
         self.depth = scheduler.config.overlap_depth
         self.in_flight: deque[InFlightStep] = deque()
+        self._ready: InFlightStep | None = None
+        """Under a monitor: the oldest step, if its results were there when the turn began."""
 
     @property
     def has_work(self) -> bool:
@@ -65,6 +67,8 @@ class Loop:
 
     def turn(self) -> list[StepOutput]:
         """One turn of the loop that the overlap depth selects. hot path"""
+        if self.scheduler.monitor is not None:
+            self._ready = self.in_flight[0] if self.in_flight and self.in_flight[0].is_done() else None
         return self.overlap_loop() if self.depth else self.normal_loop()
 
     def normal_loop(self) -> list[StepOutput]:
@@ -95,6 +99,8 @@ class Loop:
         return [self.scheduler.ended()] if self.scheduler.has_ended else []
 
     def _schedule_and_launch(self) -> bool:
+        if self.scheduler.monitor is not None and self._ready in self.in_flight:
+            self.scheduler.monitor.oldest_result_ready_before_schedule()
         plan = self.scheduler.schedule()
         if plan is None:
             return False

@@ -5,14 +5,13 @@ Gives pages out and takes them back through the pool and the prefix cache; decid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from stretto.cache.base import Prefix, PrefixCache
 from stretto.cache.page_pool import PagePool
 from stretto.config import SchedulerConfig
-from stretto.device.base import Device
 from stretto.request import Request
 from stretto.scheduler.batch import IntArray
 from stretto.scheduler.prefill import Chunk
@@ -23,10 +22,19 @@ class PageBook:
     """Page bookkeeping of the slots: counts are in pages unless a name says tokens."""
 
     def __init__(
-        self, config: SchedulerConfig, slots: SlotTable, pool: PagePool, cache: PrefixCache, device: Device
+        self,
+        config: SchedulerConfig,
+        slots: SlotTable,
+        pool: PagePool,
+        cache: PrefixCache,
+        *,
+        on_taken: Callable[[list[int]], None],
+        on_evicted: Callable[[list[int]], None],
     ) -> None:
+        """`on_taken` and `on_evicted` are told the pages that got an owner, and that the cache gave up."""
         self.pool = pool
-        self._device = device
+        self._on_taken = on_taken
+        self._on_evicted = on_evicted
         self._cache = cache
         self._slots = slots
         self._page_size = config.page_size
@@ -61,7 +69,7 @@ class PageBook:
         """Whether `need` pages are free, after evicting from the cache where that helps."""
         lacking = need - self.pool.num_free
         if lacking > 0 and self._cache.num_evictable:
-            self._cache.evict(lacking)
+            self._on_evicted(self._cache.evict(lacking))
         return self.pool.num_free >= need
 
     @property
@@ -81,9 +89,7 @@ class PageBook:
         """
         slots = self._slots
         own = self._pages_of(len(request.token_ids)) - len(prefix.pages)
-        rest = sum(
-            max(0, self._pages_of(int(slots.target[r.slot])) - int(slots.num_pages[r.slot])) for r in prefilling
-        )
+        rest = sum(max(0, self._pages_of(int(slots.target[r.slot])) - int(slots.num_pages[r.slot])) for r in prefilling)
         return own + rest + num_running <= self.num_available
 
     def adopt(self, request: Request, prefix: Prefix) -> None:
@@ -97,7 +103,7 @@ class PageBook:
         """Append `num_pages` new pages, which must be available."""
         if num_pages and self.has_room(num_pages):
             pages = self.pool.take(num_pages)
-            self._device.taken([("page", page) for page in pages])
+            self._on_taken(pages)
             self._append(request, pages)
         elif num_pages:
             raise RuntimeError(f"{num_pages} pages for request {request.uid}, but {self.pool.num_free} are free")

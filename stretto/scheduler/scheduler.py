@@ -16,6 +16,7 @@ from stretto.device.base import Device, Region
 from stretto.request import FinishReason, Request, RequestState, TokenArray, TokenLogprobs
 from stretto.scheduler.batch import BoolArray, IntArray, StepOutput, StepPlan, StepResults
 from stretto.scheduler.decode import DecodeManager
+from stretto.scheduler.monitor import ScheduleMonitor
 from stretto.scheduler.pages import PageBook
 from stretto.scheduler.prefill import Chunk, PrefillManager
 from stretto.scheduler.slots import SlotTable
@@ -38,17 +39,24 @@ class Scheduler:
         cache: PrefixCache,
         *,
         wants_host_pages: bool = False,
+        monitored: bool = False,
     ) -> None:
-        """`wants_host_pages`: steps carry a host copy of the rows' page tables (`AttentionBackend` says so)."""
+        """`wants_host_pages`: steps carry a host copy of the rows' page tables (`AttentionBackend` says so).
+
+        `monitored`: check every decision as it is made (slow).
+        """
         self.config = config
         self.device = device
         self.slots = SlotTable(config)
         self.cache = cache
         self.prefill = PrefillManager()
         self.decode = DecodeManager()
-        self.pages = PageBook(config, self.slots, pool, cache, device)
+        self.pages = PageBook(
+            config, self.slots, pool, cache, on_taken=self._pages_taken, on_evicted=self._pages_evicted
+        )
         self.num_preemptions = 0
         self.num_prefill_tokens = 0
+        self.monitor = ScheduleMonitor(self) if monitored else None
         self._wants_host_pages = wants_host_pages
         self._leaving: dict[int, Request] = {}
         """Requests that will be released once their launched steps are processed, by uid."""
@@ -113,14 +121,21 @@ class Scheduler:
         decode = self.decode.slots
         if self.config.batch_policy == "mixed":
             decode, chunks = self._reserve(decode, self._continue_prefill(budget - len(decode)))
-            chunks += self._admit(budget - len(decode) - sum(chunk.num_tokens for chunk in chunks))
+            budget -= len(decode) + sum(chunk.num_tokens for chunk in chunks)
+            budget -= self._admit(budget, chunks)
         else:
             _, chunks = self._reserve(decode[:0], self._continue_prefill(budget))
-            chunks += self._admit(budget - sum(chunk.num_tokens for chunk in chunks))
+            budget -= sum(chunk.num_tokens for chunk in chunks)
+            budget -= self._admit(budget, chunks)
             decode = decode[:0] if chunks else self._reserve(decode, [])[0]
+        if self.monitor is not None:
+            self.monitor.admission_closed(budget)
         if not len(decode) and not chunks:
             return None
-        return self._launchable(decode, chunks)
+        plan = self._launchable(decode, chunks)
+        if self.monitor is not None:
+            self.monitor.scheduled(plan)
+        return plan
 
     def _continue_prefill(self, budget: int) -> list[Chunk]:
         """Next chunks of the prompts being computed, oldest first, within `budget` tokens."""
@@ -168,7 +183,7 @@ class Scheduler:
             if self._awaits_release(need):
                 return False
             victim = max([*self._decoding(), *self.prefill.running], key=lambda r: r.order)
-            self._preempt(victim)
+            self._preempt(victim, need)
             if victim is request:
                 return False
         return True
@@ -180,18 +195,23 @@ class Scheduler:
         """Whether pages about to be released cover the need: then waiting for that step is better than preempting."""
         return self.pages.num_available + self.pages.num_coming(self._leaving.values()) >= need
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, need: int) -> None:
         """Make `request` give its pages back and compute again later; results of its launched steps still count."""
+        if self.monitor is not None:
+            self.monitor.preempting(request, need)
         self._leave_batch(request)
         request.state = RequestState.PREEMPTING
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._leave_when_processed(request)
 
-    def _admit(self, budget: int) -> list[Chunk]:
-        """Give slots to waiting requests, first come first served, by what they need now (not by `max_tokens`)."""
-        chunks: list[Chunk] = []
-        while budget > 0 and self.num_running < self.config.max_num_seqs and self.slots.num_free:
+    def _admit(self, budget: int, chunks: list[Chunk]) -> int:
+        """Give slots to waiting requests, first come first served, by what they need now (not by `max_tokens`).
+
+        Appends their first chunks to `chunks` and returns the tokens of these.
+        """
+        left = budget
+        while left > 0 and self.num_running < self.config.max_num_seqs and self.slots.num_free:
             request = self.prefill.first()
             if request is None:
                 break
@@ -205,12 +225,12 @@ class Scheduler:
             self.pages.adopt(request, prefix)
             if request.num_preemptions == 0:
                 request.num_cached = prefix.num_tokens
-            chunk = Chunk(request, min(len(request.token_ids) - prefix.num_tokens, budget))
+            chunk = Chunk(request, min(len(request.token_ids) - prefix.num_tokens, left))
             self.pages.give(request, self.pages.needed(chunk))
             self._admitted.append(request)
             chunks.append(chunk)
-            budget -= chunk.num_tokens
-        return chunks
+            left -= chunk.num_tokens
+        return budget - left
 
     def _launchable(self, decode: IntArray, chunks: list[Chunk]) -> StepPlan:
         """Make the plan of these rows and advance the host's lengths by it. hot path"""
@@ -323,20 +343,24 @@ class Scheduler:
         if failed_S.any():
             uids, tokens_S = uids[~failed_S], tokens_S[~failed_S]
         self._release_processed()
-        return StepOutput(plan.index, uids, tokens_S.astype(np.int32), self._take_ended())
+        output = StepOutput(plan.index, uids, tokens_S.astype(np.int32), self._take_ended())
+        if self.monitor is not None:
+            self.monitor.processed(plan, output)
+        return output
 
     def ended(self) -> StepOutput:
         """Terminal results of requests that ended without a step (aborts)."""
-        return StepOutput(-1, np.empty(0, np.int64), _NO_TOKENS, self._take_ended())
+        finished = self._take_ended()
+        if self.monitor is not None:
+            self.monitor.ended(finished)
+        return StepOutput(-1, np.empty(0, np.int64), _NO_TOKENS, finished)
 
     def _take_ended(self) -> tuple[Request, ...]:
         ended = tuple(self._ended)
         self._ended.clear()
         return ended
 
-    def _keep_logprobs(
-        self, slots_S: IntArray, results: StepResults, alive_S: BoolArray, failed_S: BoolArray
-    ) -> None:
+    def _keep_logprobs(self, slots_S: IntArray, results: StepResults, alive_S: BoolArray, failed_S: BoolArray) -> None:
         """Keep the log-probabilities of the rows that asked, each with as many tops as it asked for."""
         if results.logprob_S is None or results.rank_S is None:
             raise RuntimeError("log-probabilities were asked for, but the step carries none")
@@ -401,6 +425,8 @@ class Scheduler:
         Legal once: the request is finished or preempted and no launched step that holds it is unprocessed (I2).
         """
         slot = request.slot
+        if self.monitor is not None:
+            self.monitor.releasing(request)
         if request.state not in (RequestState.FINISHED, RequestState.PREEMPTING) or self.slots.in_flight[slot]:
             raise RuntimeError(
                 f"request {request.uid} is released in state {request.state} with {self.slots.in_flight[slot]} "
@@ -417,6 +443,15 @@ class Scheduler:
         if request.state is RequestState.PREEMPTING:
             request.state = RequestState.WAITING
             self.prefill.wait(request)
+
+    def _pages_taken(self, pages: list[int]) -> None:
+        self.device.taken([("page", page) for page in pages])
+
+    def _pages_evicted(self, pages: list[int]) -> None:
+        """The prefix cache gave up pages that nobody else holds."""
+        if self.monitor is not None:
+            self.monitor.evicted(pages)
+        self.device.released([("page", page) for page in pages])
 
     def _slot_regions(self, slot: int) -> list[Region]:
         """The shared memory that goes with a slot: its row of the tables, and on a checking device each token of it."""
