@@ -56,8 +56,9 @@ class ChatTemplate:
                 raise InvalidRequest("continue_final_message needs a last message whose content is a string")
             conversation[-1]["content"] += _CUT_HERE
         scope = {**self._special_tokens, **variables}
+        template = self._compiled
         try:
-            text = self._compiled.render(
+            text = template.render(
                 messages=conversation,
                 tools=tools,
                 documents=documents,

@@ -32,7 +32,8 @@ class IncrementalDetokenizer:
         """Take further tokens; return the text that has become certain ("" if none has)."""
         shown = [token_id for token_id in ids if token_id not in self._hidden]
         if not self._tokenizer.has_token_bytes:
-            return "".join([self._push_by_window(token_id) for token_id in shown])
+            # An id without a token would take a real token's place in the context.
+            return "".join([self._push_by_window(index) for index in shown if self._tokenizer.has_token(index)])
         data = b"".join(map(self._tokenizer.token_bytes, shown))
         if self._spaces_to_drop and data:
             data = data.removeprefix(b" " * self._spaces_to_drop)

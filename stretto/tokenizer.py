@@ -92,8 +92,8 @@ class Tokenizer:
             raise InvalidRequest(f"a text to tokenize must be a string, not {type(text).__name__}")
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the text is not valid Unicode: {error}") from error
+        except (TypeError, UnicodeError) as error:  # what the library makes of half a surrogate pair
+            raise InvalidRequest(f"the text is not valid Unicode (half a surrogate pair?): {text!r:.60}") from error
         if add_special_tokens and (self._prefix_ids or self._suffix_ids):
             return [*self._prefix_ids, *ids, *self._suffix_ids]
         return ids
@@ -121,7 +121,7 @@ class Tokenizer:
         text = self._added_text.get(token_id)
         if text is not None:
             return text.encode()
-        token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        token = self._token(token_id)
         if token is None:
             return b""
         if self._byte_level:
@@ -135,8 +135,15 @@ class Tokenizer:
 
     def decode_window(self, ids: Sequence[int]) -> str:
         """The decoder's own idea of these tokens as one text, special ones included. For vocabularies without bytes."""
-        known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
+        known = [token_id for token_id in ids if self.has_token(token_id)]
         return str(self._backend.decode(known, skip_special_tokens=False))
+
+    def has_token(self, token_id: int) -> bool:
+        """Whether there is a token with this id; a model may have ids beyond the vocabulary (padded embeddings)."""
+        return self._token(token_id) is not None
+
+    def _token(self, token_id: int) -> str | None:
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def apply_chat_template(
         self,

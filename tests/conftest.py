@@ -2,17 +2,20 @@
 
 import os
 
-# Correctness does not depend on it, and the tests of several people share few cores. Before torch is imported.
+# Correctness does not depend on it, and test processes share few cores. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
 
 import pytest
 
-from stretto.models.resolve import resolve_model
+from stretto.models import embedded
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The embedded model's GGUF file or directory. A test that needs it fails, rather than being skipped, without it."""
-    return resolve_model("smollm2-135m", progress=print).path
+    """The GGUF file of the embedded model, also where a hub would give it in another format.
+
+    A test that needs it fails, rather than being skipped, if it cannot be had.
+    """
+    return embedded.fetch(embedded.SMOLLM2_135M, embedded.default_cache_directory(), print)

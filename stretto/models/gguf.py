@@ -214,16 +214,16 @@ def _llama3_scaling(tensor: GGUFTensor, theta: float, head_dim: int) -> dict[str
     scale.
     """
     divisors = dequantize(tensor).double()
-    if divisors.shape != (head_dim // 2,) or not bool((divisors >= 1).all()):
+    if divisors.shape != (head_dim // 2,) or not bool((divisors > 0.999).all()):
         raise ModelLoadError(
             f"{tensor.file}: tensor {tensor.name!r} does not hold {head_dim // 2} divisors of at least 1"
         )
     factor = float(divisors.max())
-    if factor == 1.0:
+    if factor < 1.001:
         return None
     turns = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim) / (2 * math.pi)
     smooth = (1 / divisors - 1 / factor) / (1 - 1 / factor)
-    between = (smooth > 0) & (smooth < 1)
+    between = (smooth > 1e-4) & (smooth < 1 - 1e-4)  # the divisors are rounded to float32
     candidates = [(8192.0, 4.0)]  # what the published models of this kind have
     if int(between.sum()) >= 2:
         design = torch.stack((turns[between], torch.ones_like(turns[between])), dim=1)

