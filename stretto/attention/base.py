@@ -66,9 +66,7 @@ class AttentionBackend(Protocol):
     def begin_step(self, inputs: AttentionInputs) -> None:
         """Prepare what all layers of this step share (gather indices, masks). Called once before the forward."""
 
-    def attend(
-        self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
         """Write the new keys and values into their pages, then attend causally over each row's context.
 
         Row b's j-th new token sees the first `context[b] - num_new[b] + j + 1` tokens of the row. Returns o_TNH in

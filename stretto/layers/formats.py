@@ -33,9 +33,14 @@ def fbgemm_float16_available() -> bool:
     )
 
 
+def onednn_available() -> bool:
+    """True where torch was built with oneDNN, which packs weights for a CPU."""
+    return bool(torch._C._has_mkldnn)
+
+
 def onednn_bfloat16_available() -> bool:
     """True where oneDNN multiplies bfloat16 matrices with instructions for it, not by emulation."""
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(onednn_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def resolve_dtype(requested: str, device: torch.device) -> ResolvedDtype:
@@ -49,7 +54,7 @@ def resolve_dtype(requested: str, device: torch.device) -> ResolvedDtype:
         raise InvalidRequest(f"dtype {requested!r} is not known; use one of auto, {', '.join(WEIGHT_FORMATS)}")
     if device.type == "cpu" and requested == "float16" and not fbgemm_float16_available():
         raise NotSupported("dtype float16 on a CPU needs x86 with AVX2 and FBGEMM; use bfloat16 or float32")
-    if device.type == "cpu" and requested in ("bfloat16", "int4") and not torch.backends.mkldnn.is_available():
+    if device.type == "cpu" and requested in ("bfloat16", "int4") and not onednn_available():
         raise NotSupported(f"dtype {requested} on a CPU needs a torch with oneDNN; use float32")
     if device.type != "cpu" and requested == "int4":
         raise NotSupported(f"dtype int4 is built for the CPU only, not for {device.type}; use bfloat16")

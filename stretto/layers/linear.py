@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from stretto.errors import NotSupported
-from stretto.layers.formats import activation_dtype
+from stretto.layers.formats import activation_dtype, onednn_available
 from stretto.layers.int4 import Int4Linear, Int8Linear
 
 PACK_ROWS_HINT = 8
@@ -52,7 +52,7 @@ def make_linear(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, format: st
         return Float16Linear(weight_OI, bias_O)
     if format == "int4":
         return Int8Linear(weight_OI, bias_O) if head else Int4Linear(weight_OI, bias_O)
-    if not torch.backends.mkldnn.is_available():
+    if not onednn_available():
         return PlainLinear(weight_OI, bias_O, dtype)
     return PrepackedLinear(weight_OI, bias_O, dtype)
 
