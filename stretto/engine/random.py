@@ -7,7 +7,7 @@ that wrap around produce them. Legend: S sampled rows, X any number of token ids
 * A row's 64-bit key: SplitMix64's finaliser over seed and position (Steele, Lea, Flood: "Fast splittable pseudorandom
   number generators", OOPSLA 2014; constants of Stafford's variant 13).
 * A token's 32 bits: the two-round multiply-xorshift "lowbias32" of C. Wellons' hash-prospector, with one half of the
-  key added before each round. Shifts are arithmetic (torch has no unsigned 32-bit shift): still a bijection.
+  key going in before each round.
 
 Every function takes torch tensors or numpy arrays alike; the latter is the host's reference.
 """
@@ -36,7 +36,7 @@ _SAMPLE_64 = wrap_int64(0xD1B54A32D192ED03)
 _GOLDEN_32 = 0x9E3779B1 - (1 << 32)
 _MIX_32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
-# |h + 0.5| * this lies in (0, 1 - 2**-24] for every int32 h: float32 never rounds it to 1.
+# (h + 0.5) * this lies in (0, 1 - 2**-24] for every 31-bit h: float32 never rounds it to 1.
 _TO_UNIT = (1.0 - 2.0**-24) * 2.0**-31
 
 
@@ -71,17 +71,18 @@ def token_lanes(token_ids_X: Array) -> Array:
 
 # hot path
 def hash_bits(keys_S: Array, lanes_X: Array) -> Array:
-    """32 random bits per (row, token id) as int32 [S, X].
+    """31 random bits per (row, token id) as int32 [S, X], not negative.
 
     `keys_S` from `row_keys`; `lanes_X` from `token_lanes`, [X] (the same ids for all rows) or [S, X].
     """
     low_S, high_S = _halves(keys_S)
     h_SX: Array = lanes_X ^ low_S[:, None]
-    h_SX ^= h_SX >> 16
+    h_SX ^= (h_SX >> 16) & 0xFFFF
     h_SX *= _MIX_32[0]
     h_SX += high_S[:, None]
-    h_SX ^= h_SX >> 15
+    h_SX ^= (h_SX >> 15) & 0x1FFFF
     h_SX *= _MIX_32[1]
+    # The last shift may stay arithmetic: the sign cancels itself, and exactly two of 2**32 values share a result.
     h_SX ^= h_SX >> 16
     return h_SX
 
@@ -95,8 +96,8 @@ def uniforms(keys_S: Array, lanes_X: Array) -> Array:
     """
     h_SX = hash_bits(keys_S, lanes_X)
     if isinstance(h_SX, torch.Tensor):
-        return h_SX.to(torch.float32).add_(0.5).abs_().mul_(_TO_UNIT)
-    u_SX: Array = np.abs(h_SX.astype(np.float32) + np.float32(0.5)) * np.float32(_TO_UNIT)
+        return h_SX.to(torch.float32).add_(0.5).mul_(_TO_UNIT)
+    u_SX: Array = (h_SX.astype(np.float32) + np.float32(0.5)) * np.float32(_TO_UNIT)
     return u_SX
 
 

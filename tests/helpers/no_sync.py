@@ -16,21 +16,60 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _READING_CALLS = frozenset(
-    "item tolist numpy cpu __bool__ __int__ __float__ __complex__ __index__ __array__ __contains__ __repr__ __format__"
-    " allclose equal is_nonzero".split()
+    {
+        "item",
+        "tolist",
+        "numpy",
+        "cpu",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__complex__",
+        "__index__",
+        "__array__",
+        "__contains__",
+        "__repr__",
+        "__format__",
+        "allclose",
+        "equal",
+        "is_nonzero",
+    }
 )
 """Python calls on tensors that hand a value to the host."""
 
-_PAGEABLE_CALLS = frozenset("tensor as_tensor asarray".split())
-"""Calls that make a tensor of pageable host memory, and copy it if it is to be on a device, for which a GPU stream is waited for as well."""
+_PAGEABLE_CALLS = frozenset(
+    {
+        "tensor",
+        "as_tensor",
+        "asarray",
+    }
+)
+"""Calls that make a tensor of pageable host memory; a GPU stream is waited for if it is to be on a device."""
 
 _READING_OPS = frozenset(
-    "_local_scalar_dense item is_nonzero equal allclose nonzero nonzero_numpy argwhere masked_select bincount histc"
-    " unique_dim unique_consecutive unique_dim_consecutive _unique _unique2 multinomial".split()
+    {
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "nonzero",
+        "nonzero_numpy",
+        "argwhere",
+        "masked_select",
+        "bincount",
+        "histc",
+        "unique_dim",
+        "unique_consecutive",
+        "unique_dim_consecutive",
+        "_unique",
+        "_unique2",
+        "multinomial",
+    }
 )
 """Operators whose result, or the shape of it, depends on values and so waits for them."""
 
-_INDEX_OPS = frozenset("index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put".split())
+_INDEX_OPS = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"])
 
 
 class HostRead(AssertionError):
