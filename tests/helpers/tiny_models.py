@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from stretto.models.decoder import Decoder
 from stretto.models.resolve import ResolvedModel
@@ -152,10 +160,10 @@ def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def reference_greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    """transformers' greedy continuation."""
+    """transformers' greedy continuation, which no token ends."""
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens, min_new_tokens=new_tokens
-    )
+    settings = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0)
+    model.generation_config = settings
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     continuation: list[int] = out[0, len(prompt) :].tolist()
     return continuation
