@@ -78,12 +78,15 @@ class Runtime:
         *,
         cache: PrefixCache | None = None,
         tokenizer: Tokenizer | None = None,
+        scheduler_type: type[Scheduler] = Scheduler,
+        engine_type: type[Engine] = Engine,
+        loop_type: type[Loop] = Loop,
     ) -> None:
-        """From parts; `start` makes the parts from options."""
+        """From parts; `start` makes the parts from options. The types are for who studies what a guard is worth."""
         self.scheduler_config = config
         self.device = device
         self._pool = PagePool(config.num_pages)
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler_type(
             config,
             device,
             self._pool,
@@ -91,11 +94,11 @@ class Runtime:
             wants_host_pages=attention.wants_host_pages or device.checking,
             monitored=device.checking or os.environ.get("STRETTO_CHECK", "0") not in ("", "0"),
         )
-        self.engine = Engine(config, device, model, attention)
+        self.engine = engine_type(config, device, model, attention)
         self._timeline = Timeline(device)
         self._tokenizer = tokenizer
         self._outbox = _Outbox()
-        self.loop = Loop(self.scheduler, self.engine, self._outbox, self._timeline)
+        self.loop = loop_type(self.scheduler, self.engine, self._outbox, self._timeline)
         self._requests: dict[int, Request] = {}
         self._num_arrived = 0
         self._output_tokens = 0

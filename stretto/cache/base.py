@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,9 @@ class PrefixCache(Protocol):
     def evict(self, num_pages: int) -> list[int]:
         """Free up to `num_pages` unlocked pages, least recently used first; returns those that are free now."""
 
+    def held(self) -> Iterable[int]:
+        """Every page that the cache has a reference to (for checks)."""
+
     @property
     def num_evictable(self) -> int:
         """Pages that `evict` could free now."""
@@ -56,3 +60,7 @@ class NoCache:
     def evict(self, num_pages: int) -> list[int]:
         """Frees nothing."""
         return []
+
+    def held(self) -> Iterable[int]:
+        """No page."""
+        return ()

@@ -75,6 +75,7 @@ _BY_KIND = {
     "page": Hazard.war_pages_and_slots,
     "row": Hazard.war_pages_and_slots,
     "token": Hazard.token_feedback,
+    "history": Hazard.history_one_step_late,
 }
 
 _SPECIAL = {

@@ -83,7 +83,7 @@ class Engine:
         self.device.host_access(writes=(entry.host_region,))
         pack(plan, layout, cast(npt.NDArray[np.int32], entry.host.array))
         self._stage(entry, layout)
-        self.stream.wait_stream(self.scheduler_stream)
+        self._await_plan()
         self.stream.record(begin)
         self.stream.run(self._step, plan, layout, entry.device, access=lambda: self._step_access(plan, entry))
         self.stream.record(entry.consumed)
@@ -119,6 +119,10 @@ class Engine:
             access=lambda: Access(reads=(entry.host_region,), writes=(entry.device_region,)),
         )
         stream.record(entry.staged)
+
+    def _await_plan(self) -> None:
+        """The engine stream goes on only when the plan has landed (RAW 1)."""
+        self.stream.wait_stream(self.scheduler_stream)
 
     def _return_results(self, plan: StepPlan, entry: RingEntry) -> None:
         """Copy the results into pinned memory."""
@@ -207,9 +211,14 @@ class Engine:
             pages = self.pages_of(plan, row)
             reads.extend(("page", page) for page in pages[: -(-start // size)])
             writes.extend(("page", page) for page in pages[start // size :])
-        for index, position in zip(plan.sampled_S.tolist(), plan.position_S.tolist(), strict=True):
-            writes.append(("token", int(plan.slots_B[index]) * width + position))
+        writes.extend(self.fed_back(plan))
         return Access(tuple(reads), tuple(writes))
+
+    def fed_back(self, plan: StepPlan) -> list[Region]:
+        """Where `feed_back` writes."""
+        width = self.config.max_model_len + 1
+        positions = zip(plan.slots_B[plan.sampled_S].tolist(), plan.position_S.tolist(), strict=True)
+        return [("token", slot * width + position) for slot, position in positions]
 
     def pages_of(self, plan: StepPlan, row: int) -> list[int]:
         """Pages that row `row` uses in this step (host copy; a checking device makes the scheduler carry it)."""

@@ -75,7 +75,7 @@ class ScheduleMonitor:
         """Terminal results were told."""
         for request in finished:
             if request.uid in self._ended:
-                raise HazardError(Hazard.state_one_step_late, f"request {request.uid} ends a second time")
+                self.ended_again(request)
             self._ended.add(request.uid)
             told = self._told.pop(request.uid, 0)
             self._reach.pop(request.uid, None)
@@ -85,6 +85,10 @@ class ScheduleMonitor:
                     f"request {request.uid} ends by length with {told} tokens told of "
                     f"{request.final_len - len(request.prompt_ids)}",
                 )
+
+    def ended_again(self, request: Request) -> None:
+        """`request` is to end although it has ended."""
+        raise HazardError(Hazard.state_one_step_late, f"request {request.uid} ends a second time")
 
     def preempting(self, victim: Request, need: int) -> None:
         """`victim` is to give its pages back because `need` pages are missing."""

@@ -220,7 +220,7 @@ class Scheduler:
                 self.cache.unlock(prefix)
                 break
             request.slot = self.slots.acquire(request)
-            self.device.taken(self._slot_regions(request.slot))
+            self._slot_taken(request)
             self.prefill.admit(request)
             self.pages.adopt(request, prefix)
             if request.num_preemptions == 0:
@@ -326,6 +326,8 @@ class Scheduler:
             position_S, is_last_S = position_S[alive_S], is_last_S[alive_S]
         failed_S = tokens_S < 0
         slots.tokens[slots_S, position_S] = tokens_S
+        if self.device.checking:
+            self.device.host_access(writes=self._history_regions(slots_S, position_S))
         stop_S = (slots.stop_ids[slots_S] == tokens_S[:, None]).any(axis=1) & ~failed_S
         uids = slots.uid[slots_S]
         slots.num_output[slots_S] = position_S + 1 - slots.prompt_len[slots_S] - failed_S
@@ -382,18 +384,19 @@ class Scheduler:
         """Give `request` its one finish reason. Later results for it are dropped."""
         was = request.state
         if was is RequestState.FINISHED:
+            if self.monitor is not None:
+                self.monitor.ended_again(request)
             raise RuntimeError(f"request {request.uid} ended twice")
+        self._leave_batch(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        self._ended.append(request)
         if was is RequestState.WAITING:
-            request.state = RequestState.FINISHED
             self.prefill.forget(request)
         else:
-            self._leave_batch(request)
-            request.state = RequestState.FINISHED
             self.slots.active[request.slot] = False
             self._save_tokens(request)
             self._leave_when_processed(request)
-        request.finish_reason = reason
-        self._ended.append(request)
 
     def _save_tokens(self, request: Request) -> None:
         """Keep prompt and output with the request, beyond its slot."""
@@ -458,7 +461,18 @@ class Scheduler:
         if not self.device.checking:
             return []
         width = self.slots.tokens.shape[1]
-        return [("row", slot), *(("token", slot * width + i) for i in range(width))]
+        cells = range(slot * width, (slot + 1) * width)
+        return [("row", slot), *(("token", i) for i in cells), *(("history", i) for i in cells)]
+
+    def _slot_taken(self, request: Request) -> None:
+        if self.device.checking:
+            self.device.taken(self._slot_regions(request.slot))
+            known = np.arange(len(request.token_ids))
+            self.device.host_access(writes=self._history_regions(np.full_like(known, request.slot), known))
+
+    def _history_regions(self, slots: IntArray, positions: IntArray) -> list[Region]:
+        """Tokens as the host knows them; what works on them must not run ahead of the results."""
+        return [("history", i) for i in (slots * self.slots.tokens.shape[1] + positions).tolist()]
 
     def _offer_to_cache(self, request: Request) -> None:
         """Offer the KV of valid tokens: never that of a step past the end, nor of one whose logits were no numbers."""
@@ -474,4 +488,6 @@ class Scheduler:
         for request in requests:
             for page in request.pages:
                 holders[page] = holders.get(page, 0) + 1
+        for page in self.cache.held():
+            holders[page] = holders.get(page, 0) + 1
         self.pages.check(holders)
