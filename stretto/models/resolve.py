@@ -167,7 +167,15 @@ class _Hub:
 
         try:
             path = Path(
-                snapshot_download(hub_id, revision=self.revision, cache_dir=self.cache_dir, local_files_only=True)
+                snapshot_download(
+                    hub_id,
+                    revision=self.revision,
+                    cache_dir=self.cache_dir,
+                    local_files_only=True,
+                    # Newer clients know what the repository has, and miss what was never asked for.
+                    allow_patterns=_WANTED,
+                    ignore_patterns=_UNWANTED,
+                )
             )
         except (OSError, ValueError):  # nothing there
             return None
