@@ -1,8 +1,9 @@
 """The interpreter's thread switch interval, shortened while an engine loop runs beside a worker thread.
 
-A thread that wants the GIL waits until the holder blocks or the switch interval has passed. Each of the hundreds of
-torch calls of a step takes the GIL anew, so a host that computes in Python meanwhile can cost the worker 5 ms (Python's
-default) per call: a 20 ms step was seen to take 1.5 s. With 0.1 ms the same fight costs a few per cent.
+A thread that wants the GIL waits until the holder blocks or the switch interval has passed, and each of the hundreds of
+torch calls of a step takes the GIL anew. A step of 700 small products took 18 ms beside a blocked host; beside one that
+computed in Python without a pause 4.1 s at Python's default of 5 ms, 0.87 s at 1 ms, 0.17 s at 0.1 ms and 0.12 s at
+0.02 ms (medians, two cores). So the interval helps, and short host sections that end in a blocking wait help more.
 """
 
 from __future__ import annotations
