@@ -106,7 +106,7 @@ REFUSED = {
     "hidden_size is '48'": {"hidden_size": "48"},
     "intermediate_size is True": {"intermediate_size": True},
     "num_attention_heads 4 is not a multiple of num_key_value_heads 3": {"num_key_value_heads": 3},
-    "hidden_size 50 is not a multiple": {"hidden_size": 50},
+    "hidden_size 50 must be a multiple": {"hidden_size": 50},
     "head_dim 9 is odd": {"head_dim": 9},
     "rms_norm_eps is 0": {"rms_norm_eps": 0},
     "rms_norm_eps is nan": {"rms_norm_eps": float("nan")},

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from stretto.models.loader import load_model
 from tests.helpers.tiny_models import (
     CPU,
     FAMILIES,
@@ -19,8 +21,6 @@ from tests.helpers.tiny_models import (
     tiny_config,
     tiny_model,
 )
-
-from stretto.models.loader import load_model
 
 PROMPT = [1, 5, 198, 7, 7, 42, 100, 3, 0, 77, 150, 11]
 

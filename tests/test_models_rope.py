@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.tiny_models import ROPES, tiny_config
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -12,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from stretto.models.config import ModelConfig
 from stretto.models.registry import read_config
 from stretto.models.rope import halves_as_pairs, inverse_frequencies
+from tests.helpers.tiny_models import ROPES, tiny_config
 
 # As the published models have them.
 PUBLISHED = {

@@ -14,8 +14,8 @@ from tests.helpers.real_model import as_resolved, load_reference
 from tests.helpers.tiny_models import CPU, greedy, logits_of, reference_greedy, reference_logits
 
 # Token ids of the model's own tokenizer, so that this file needs none.
-CHAT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 30, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198]
-CHAT += [1, 520, 9531, 198]
+SYSTEM = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 30, 2, 198]
+CHAT = [*SYSTEM, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 PROMPTS = {"one token": [504], "chat": CHAT, "text": list(range(300, 340)), "long": CHAT * 5}
 
 

@@ -210,9 +210,10 @@ def test_a_tensor_that_is_not_where_the_index_says_is_named(checkpoint: Path) ->
         load(checkpoint)
 
 
-@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../b"}}'])
+@pytest.mark.parametrize("index", ["{", "{}", "[1]", '{"a": 1}', '{"a": "../b"}'])
 def test_a_damaged_index_is_named(index: str, checkpoint: Path) -> None:
-    (checkpoint / INDEX_NAME).write_text(index)
+    content = index if index in ("{", "{}") else f'{{"weight_map": {index}}}'
+    (checkpoint / INDEX_NAME).write_text(content)
     with pytest.raises(ModelLoadError, match=r"model\.safetensors\.index\.json"):
         load(checkpoint)
 
@@ -236,7 +237,7 @@ def test_dummy_weights_need_only_a_config_and_follow_the_seed(checkpoint: Path) 
 def test_progress_counts_every_element_once(checkpoint: Path) -> None:
     for load_format in ("auto", "dummy"):
         calls: list[tuple[int, int]] = []
-        model = load(checkpoint, load_format=load_format, progress=lambda done, total, calls=calls: calls.append((done, total)))
+        model = load(checkpoint, load_format=load_format, progress=lambda *call, calls=calls: calls.append(call))
         assert [done for done, _ in calls] == sorted({done for done, _ in calls})
         assert {total for _, total in calls} == {model.config.num_parameters}
         assert calls[-1][0] == model.config.num_parameters

@@ -17,7 +17,7 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions turn into rotation frequencies (rope.py computes them). Fields that a kind does not use keep None."""
+    """What rotation frequencies are computed from (in rope.py). Fields that a kind does not use keep their defaults."""
 
     kind: str
     """One of ROPE_KINDS."""
@@ -81,8 +81,8 @@ class ModelConfig:
         """Elements of all weights, a tied head counted once."""
         hidden, ffn, traits = self.hidden_size, self.intermediate_size, self.traits
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = hidden * (heads + 2 * kv_heads) + heads * hidden
-        attention += traits.qkv_bias * (heads + 2 * kv_heads) + traits.o_bias * hidden + traits.qk_norm * 2 * self.head_dim
+        qkv = (hidden + traits.qkv_bias) * (heads + 2 * kv_heads) + traits.qk_norm * 2 * self.head_dim
+        attention = qkv + (heads + traits.o_bias) * hidden
         mlp = 3 * hidden * ffn + traits.mlp_bias * (2 * ffn + hidden)
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * (attention + mlp + 2 * hidden) + hidden + embeddings
@@ -118,7 +118,7 @@ def parse_config(fields: Mapping[str, object], architecture: str, traits: Traits
     if num_heads % num_kv_heads:
         _fail(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
     if fields.get("head_dim") is None and hidden_size % num_heads:
-        _fail(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, and there is no head_dim")
+        _fail(f"without head_dim, hidden_size {hidden_size} must be a multiple of num_attention_heads {num_heads}")
     head_dim = _positive_int(fields, "head_dim", default=max(1, hidden_size // num_heads))
     if head_dim % 2:
         _fail(f"head_dim {head_dim} is odd; rotary positions need pairs")
@@ -247,9 +247,7 @@ def _positive_int(fields: Mapping[str, object], name: str, default: int | None =
     return value
 
 
-def _number(
-    fields: Mapping[str, object], name: str, default: float | None = None, above: float | None = None
-) -> float:
+def _number(fields: Mapping[str, object], name: str, default: float | None = None, above: float | None = None) -> float:
     value = fields.get(name)
     if value is None:
         if default is None:

@@ -24,7 +24,7 @@ from stretto.models.rope import inverse_frequencies
 from stretto.models.weights import Rows, WeightReader
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_TNH, k_TKH, v_TKH) -> o_TNH: stores the new keys and values, then attends causally. May return a workspace."""
+"""(layer, q_TNH, k_TKH, v_TKH) -> o_TNH: stores the new keys and values, then attends. May return a workspace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class Attention:
 
     def __call__(self, x_TD: Tensor, turns_T1h: Tensor, attend: Attend) -> Tensor:
         """hot path"""
-        qkv_TXH = self.qkv(x_TD).unflatten(-1, (-1, self.head_dim))
-        qk_TQH, v_TKH = qkv_TXH.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        qkv_TXH = self.qkv(x_TD).view(x_TD.shape[0], -1, self.head_dim)
+        qk_TQH, v_TKH = qkv_TXH.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.qk_norm is not None:
             qk_TQH = self.qk_norm(qk_TQH)
         apply_rope(qk_TQH, turns_T1h)
-        q_TNH, k_TKH = qk_TQH.split((self.num_heads, self.num_kv_heads), dim=1)
+        q_TNH, k_TKH = qk_TQH.split_with_sizes((self.num_heads, self.num_kv_heads), dim=1)
         return self.o(attend(self.layer, q_TNH, k_TKH, v_TKH).flatten(1))
 
 

@@ -45,7 +45,7 @@ def inverse_frequencies(config: ModelConfig, max_model_len: int) -> Tensor:
 
 def halves_as_pairs(rows: Tensor, head_dim: int) -> Tensor:
     """A view of q or k rows [heads * head_dim, ...] in HF order as [heads, head_dim / 2, 2, ...] in pair order."""
-    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2)
+    return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2)
 
 
 def _unscaled(theta: float, dim: int) -> Tensor:
@@ -63,7 +63,7 @@ def _llama3(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> Tensor:
-    """YaRN (Peng et al. 2023, section 3.2): like llama3's blend, but linear in the dimension rather than in the turns."""
+    """YaRN (Peng et al. 2023, section 3.2): like llama3's blend, but linear in the dimension, not in the turns."""
 
     def dimension_turning(turns: float) -> float:
         """The (fractional) pair that turns so often within the original context."""

@@ -54,10 +54,7 @@ class SafetensorsSource:
         self.origin = str(directory)
         index_path = directory / INDEX_NAME
         placed = _read_index(index_path) if index_path.is_file() else None
-        if placed is None:
-            file_names = _unindexed_files(directory)
-        else:
-            file_names = sorted(set(placed.values()))
+        file_names = _unindexed_files(directory) if placed is None else sorted(set(placed.values()))
         self._file_of: dict[str, Any] = {}
         self.total_elements = 0
         for file_name in file_names:
@@ -74,8 +71,8 @@ class SafetensorsSource:
                     size *= extent
                 self.total_elements += size
         if placed is not None and (absent := sorted(set(placed) - set(self._file_of))):
-            first = absent[0]
-            raise ModelLoadError(f"{directory / placed[first]}: tensor {first!r} is not in the file that {INDEX_NAME} names")
+            path = directory / placed[absent[0]]
+            raise ModelLoadError(f"{path}: tensor {absent[0]!r} is not in this file, where {INDEX_NAME} says it is")
 
     @property
     def names(self) -> Collection[str]:

@@ -81,7 +81,7 @@ class WeightReader:
         return out
 
     def embedding_and_head(self, rows: int, columns: int, *, tied: bool) -> tuple[Embedding, Linear]:
-        """Token embedding [V, D] and the layer from hidden states to logits; tied, they share what the format lets them.
+        """Token embedding and the layer from hidden states to logits; tied, they share memory if the format lets them.
 
         Raises as `linear`.
         """
@@ -114,9 +114,7 @@ class WeightReader:
             row += part.count
         return weight_OI
 
-    def _packed(
-        self, weight_OI: Tensor, bias_O: Tensor | None, parts: Sequence[Rows], *, head: bool = False
-    ) -> Linear:
+    def _packed(self, weight_OI: Tensor, bias_O: Tensor | None, parts: Sequence[Rows], *, head: bool = False) -> Linear:
         try:
             return make_linear(weight_OI, bias_O, self._format, head=head)
         except NotSupported as error:
@@ -126,7 +124,7 @@ class WeightReader:
     def _read_into(self, out: Tensor, name: str, head_dim: int | None) -> None:
         stored = self._source.read(name, tuple(out.shape))
         if head_dim is not None and not self._source.rows_in_pairs:
-            stored, out = halves_as_pairs(stored, head_dim), out.unflatten(0, (-1, head_dim // 2, 2))
+            stored, out = halves_as_pairs(stored, head_dim), out.view(-1, head_dim // 2, 2, *out.shape[1:])
         out.copy_(stored)
         if out.dtype == torch.float16 and stored.dtype != torch.float16 and not bool(out.isfinite().all()):
             raise NotSupported(f"{self._source.origin}: tensor {name!r} exceeds float16; use bfloat16 or float32")

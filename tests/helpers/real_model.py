@@ -23,7 +23,7 @@ def load_reference(path: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     gguf = GGUFFile(path)
     fields = config_from_gguf(gguf)
-    config = LlamaConfig(**{name: value for name, value in fields.items() if name not in ("architectures", "model_type")})
+    config = LlamaConfig(**{name: fields[name] for name in fields if name not in ("architectures", "model_type")})
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     missing, unexpected = model.load_state_dict(dict(iter_weights(gguf)), strict=False, assign=True)
