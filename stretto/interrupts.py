@@ -1,0 +1,55 @@
+"""Holds Ctrl-C back while the engine is in the middle of something, and delivers it at a safe point.
+
+Owns the SIGINT handler only inside `held_interrupts()`. A KeyboardInterrupt between two statements of the scheduler
+would leave pages without an owner; between two steps it is an ordinary exception.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class InterruptGate:
+    """Remembers a Ctrl-C until `check`. A second one is delivered at once, for a loop that does not come back."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, FrameType | None] | None = None
+        self._previous = signal.getsignal(signal.SIGINT)
+        # Only the main thread gets signals, and a handler that is not Python's cannot be called from Python.
+        self.active = threading.current_thread() is threading.main_thread() and callable(self._previous)
+
+    def open(self) -> None:
+        if self.active:
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def close(self) -> None:
+        if self.active:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def check(self) -> None:
+        """Deliver a Ctrl-C that came since the last check: the previous handler runs, which mostly raises."""
+        if self._pending is not None and callable(self._previous):
+            (signum, frame), self._pending = self._pending, None
+            self._previous(signum, frame)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._pending is not None:
+            self.check()
+        else:
+            self._pending = (signum, frame)
+
+
+@contextmanager
+def held_interrupts() -> Iterator[InterruptGate]:
+    """Hold Ctrl-C back in this block; it is delivered by `check` or at the end of the block."""
+    gate = InterruptGate()
+    gate.open()
+    try:
+        yield gate
+    finally:
+        gate.close()
+        gate.check()

@@ -1,0 +1,93 @@
+"""Options of LLM: ours, vLLM's that mean something here, and those that must not be ignored silently."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+
+from stretto import LLM, EngineConfig, InvalidRequest, ModelLoadError, NotSupported
+from stretto.vllm_options import translate
+from tests.helpers.dummy_model import CONTEXT
+from tests.helpers.llm_fixture import dummy_llm
+
+
+def test_the_options_of_llm_are_those_of_engine_config() -> None:
+    parameters = inspect.signature(LLM.__init__).parameters
+    ours = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name not in ("self", "model", "on_progress", "vllm_options")
+    }
+    assert ours == {field.name: field.default for field in dataclasses.fields(EngineConfig) if field.name != "model"}
+
+
+@pytest.mark.parametrize(
+    ("options", "translated"),
+    [
+        ({"block_size": 32}, {"page_size": 32}),
+        ({"block_size": None}, {}),
+        ({"num_gpu_blocks_override": 77}, {"num_pages": 77}),
+        ({"async_scheduling": False}, {"overlap_depth": 0}),
+        ({"async_scheduling": True}, {}),
+        ({"trust_remote_code": True, "enforce_eager": True, "disable_log_stats": True}, {}),
+        ({"tensor_parallel_size": 1, "quantization": None, "gpu_memory_utilization": 0.9}, {}),
+    ],
+)
+def test_vllm_options_that_mean_something_are_taken(options: dict[str, object], translated: dict[str, object]) -> None:
+    assert translate(options) == translated
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: not built yet; leave it at 1"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
+        ({"quantization": "awq"}, "quantization='awq': not built yet.*dtype='int4'"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"enable_prefix_caching": True}, "enable_prefix_caching"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
+        ({"gpu_memory_utilization": 0.5}, "use kv_cache_memory_bytes"),
+        ({"speculative_config": {"model": "x"}}, "speculative_config"),
+    ],
+)
+def test_vllm_options_that_are_not_built_say_so(options: dict[str, object], message: str) -> None:
+    with pytest.raises(NotSupported, match=message):
+        translate(options)
+
+
+def test_an_unknown_option_is_refused_with_the_likely_name() -> None:
+    with pytest.raises(TypeError, match=r"no option 'max_model_length'; did you mean 'max_model_len'\?"):
+        LLM("any", max_model_length=5)
+    with pytest.raises(TypeError, match=r"no option 'zzz'$"):
+        LLM("any", zzz=5)
+
+
+def test_bad_options_and_models_are_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="dtype is 'float8'"):
+        LLM("any", dtype="float8")
+    with pytest.raises(InvalidRequest, match="page_size is 3"):
+        dummy_llm(tmp_path, block_size=3)
+    with pytest.raises(InvalidRequest, match=f"max_model_len is {CONTEXT + 1}, but the model was made for {CONTEXT}"):
+        dummy_llm(tmp_path, max_model_len=CONTEXT + 1)
+    with pytest.raises(ModelLoadError, match="no/such/model"):
+        LLM("no/such/model/directory")
+
+
+def test_the_overlap_depth_can_be_chosen_and_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, depth in (({"overlap_depth": 2}, 2), ({"async_scheduling": False}, 0)):
+        with dummy_llm(tmp_path, **options) as llm:
+            assert llm.stats().overlap_depth == depth
+    monkeypatch.setenv("STRETTO_DISABLE_OVERLAP", "1")
+    with dummy_llm(tmp_path, overlap_depth=2) as llm:
+        assert llm.stats().overlap_depth == 0
+
+
+def test_progress_is_told_from_start_to_ready(tmp_path: Path) -> None:
+    told: list[tuple[str, float]] = []
+    with dummy_llm(tmp_path, on_progress=lambda what, fraction: told.append((what, fraction))):
+        pass
+    assert told[-1][1] == 1.0
+    assert all(isinstance(what, str) and 0.0 <= fraction <= 1.0 for what, fraction in told)
