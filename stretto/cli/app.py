@@ -1,0 +1,60 @@
+"""The tree of commands, and the form of its usage errors. What a command does is in the file of its name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from stretto.cli.bench import bench_app
+from stretto.cli.chat import chat
+from stretto.cli.failures import INTERRUPTED, fail
+from stretto.cli.generate import generate
+from stretto.version import __version__
+
+app = typer.Typer(
+    name="stretto",
+    help="Stretto: LLM inference whose CPU prepares the next step while the device computes this one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(chat)
+app.add_typer(bench_app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"stretto {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def run() -> None:
+    """Parse the command line, run the command, exit."""
+    try:
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        # Usage errors are known by what they offer: their class lives in click or inside typer, by typer's version.
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        message = error.format_message()
+        if not message:  # the help that no_args_is_help shows
+            sys.exit(0)
+        where = f" (see {context.command_path} --help)" if context else ""
+        raise fail(f"{message.rstrip('.')}{where}", getattr(error, "exit_code", 2)) from None
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,169 @@
+"""`stretto chat`: a conversation in the terminal, streamed as it arrives."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from stretto.cli import options as o
+from stretto.cli.answers import printable
+from stretto.cli.failures import reported_failures
+from stretto.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from stretto.llm import LLM
+    from stretto.request import SamplingParams
+
+_HELP = """\
+/reset  forget the conversation
+/help   this list
+/quit   leave (also Ctrl-D)
+Ctrl-C stops an answer."""
+
+
+def chat(
+    system: o.System = None,
+    max_tokens: o.MaxTokens = 512,
+    temperature: o.Temperature = 0.2,
+    top_p: o.TopP = 0.9,
+    top_k: o.TopK = 0,
+    min_p: o.MinP = 0.0,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
+    model: o.Model = o.DEFAULT_MODEL,
+    tokenizer: o.TokenizerPath = None,
+    revision: o.Revision = None,
+    load_format: o.LoadFormat = "auto",
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    num_threads: o.NumThreads = None,
+    max_model_len: o.MaxModelLen = None,
+    overlap_depth: o.OverlapDepth = None,
+    debug: o.Debug = False,
+) -> None:
+    """Talk with the model. Without a terminal, each line of standard input is a message."""
+    engine = o.EngineOptions(
+        model=model,
+        tokenizer=tokenizer,
+        revision=revision,
+        load_format=load_format,
+        dtype=dtype,
+        device=device,
+        num_threads=num_threads,
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+        max_num_batched_tokens=None,
+        overlap_depth=overlap_depth,
+    )
+    with reported_failures(debug):
+        from stretto.request import SamplingParams
+
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop or None,
+            max_tokens=max_tokens,
+        )
+        with o.loaded(engine) as llm:
+            Conversation(llm, params, system).run()
+
+
+class Conversation:
+    """One session: the messages so far, and the loop that reads and answers."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._messages: list[dict[str, str]] = []
+        self._interactive = sys.stdin.isatty()
+
+    def run(self) -> None:
+        """Read and answer until /quit or the end of the input."""
+        if self._interactive:
+            import readline  # noqa: F401 - gives input() its line editing
+
+            print(f"{self._llm.config.model}; /help lists the commands")
+        while (line := self._read()) is not None:
+            command = line.strip()
+            if not command:
+                continue
+            if command == "/quit":
+                return
+            if command == "/reset":
+                self._messages.clear()
+                self._note("conversation forgotten")
+            elif command == "/help":
+                print(_HELP)
+            elif command.startswith("/"):
+                self._note(f"no command {command.split()[0]}; /help lists them")
+            else:
+                self._answer(line)
+
+    def _read(self) -> str | None:
+        """The next line, or None at the end of the input. Ctrl-C drops what was typed."""
+        while True:
+            try:
+                if self._interactive:
+                    return input("> ")
+                line = sys.stdin.readline()
+                return line.rstrip("\n") if line else None
+            except EOFError:
+                print()
+                return None
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                print()
+                self._note("/quit or Ctrl-D leaves")
+
+    def _answer(self, text: str) -> None:
+        """Answer one message and remember both; an answer that was stopped is remembered as far as it came."""
+        self._messages.append({"role": "user", "content": text})
+        parts: list[str] = []
+        try:
+            self._make_room()
+            with closing(self._llm.stream_chat([*self._system, *self._messages], self._params)) as stream:
+                for output in stream:
+                    parts += [sample.text for sample in output.outputs]
+                    sys.stdout.write(printable("".join(sample.text for sample in output.outputs)))
+                    sys.stdout.flush()
+                    if output.finished and output.outputs[0].finish_reason == "length":
+                        self._note("\nthe answer reached its length limit", end="")
+            print()
+        except InvalidRequest as error:
+            self._messages.pop()
+            self._note(str(error))
+            return
+        except KeyboardInterrupt:
+            print()
+            self._note("stopped")
+        answer = "".join(parts)
+        if answer:
+            self._messages.append({"role": "assistant", "content": answer})
+        else:
+            self._messages.pop()
+
+    def _make_room(self) -> None:
+        """Forget the oldest turns until the answer has a quarter of the context, or all that it may take."""
+        limit = self._llm.scheduler_config.max_model_len
+        wanted = min(self._params.max_tokens or limit, limit // 4)
+        while len(self._messages) > 1:
+            length = len(self._llm.tokenizer.encode_chat([*self._system, *self._messages]))
+            if length + wanted <= limit:
+                return
+            del self._messages[:2]
+            self._note("the context is full; the oldest turn is forgotten")
+
+    def _note(self, text: str, end: str = "\n") -> None:
+        """Something about the session, not from the model: on standard error where standard output is no terminal."""
+        sys.stdout.flush()
+        print(
+            f"({text})" if not text.startswith("\n") else f"\n({text[1:]})",
+            end=end,
+            file=sys.stdout if self._interactive else sys.stderr,
+        )

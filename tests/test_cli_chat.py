@@ -1,0 +1,108 @@
+"""`stretto chat` on a terminal: Ctrl-C stops an answer and keeps the session, Ctrl-D leaves."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.dummy_model import write_dummy_model
+
+PATIENCE_SECONDS = 60.0
+
+
+class Terminal:
+    """A command on a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._fd, child = pty.openpty()
+        command = [sys.executable, "-m", "stretto", *arguments]
+        environment = {**os.environ, "TERM": "dumb"}
+        self.process = subprocess.Popen(
+            command,
+            stdin=child,
+            stdout=child,
+            stderr=child,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_own_tty,
+        )
+        os.close(child)
+        self._shown = ""
+        self._waited = 0
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Wait until `text` appears after what was waited for before."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (found := self._shown.find(text, self._waited)) < 0:
+            if not select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"{text!r} did not appear in {self._shown[self._waited :]!r}")
+            try:
+                self._shown += os.read(self._fd, 65536).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"the command ended before {text!r}: {self._shown!r}") from None
+        self._waited = found + len(text)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+def _own_tty() -> None:
+    """Make the terminal the controlling one, so that Ctrl-C becomes a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Iterator[Terminal]:
+    model = str(write_dummy_model(tmp_path, endless=True))
+    # 30,000 tokens take this model half a minute: no answer ends by itself while the test looks.
+    terminal = Terminal(
+        "chat", "--model", model, "--load-format", "dummy", "--dtype", "float32", "--temperature", "0",
+        "--max-tokens", "30000", "--max-model-len", "32000",
+    )  # fmt: skip
+    yield terminal
+    terminal.close()
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_session(chat: Terminal) -> None:
+    chat.wait_for("> ")
+    chat.type("the fox\n")
+    chat.wait_for("the fox")  # the terminal's echo
+    time.sleep(0.3)
+    chat.type("\x03")
+    chat.wait_for("(stopped)")
+    chat.wait_for("> ")
+    chat.type("/help\n")
+    chat.wait_for("/reset  forget the conversation")
+    chat.wait_for("> ")
+    chat.type("half a mess")
+    chat.wait_for("half a mess")  # readline's echo: it is listening now
+    chat.type("\x03")
+    chat.wait_for("(/quit or Ctrl-D leaves)")
+    chat.type("/reset\n")
+    chat.wait_for("(conversation forgotten)")
+    chat.wait_for("> ")
+    chat.type("\x04")
+    assert chat.process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_quit_leaves(chat: Terminal) -> None:
+    chat.wait_for("> ")
+    chat.type("/quit\n")
+    assert chat.process.wait(PATIENCE_SECONDS) == 0
