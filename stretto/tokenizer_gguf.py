@@ -1,7 +1,8 @@
 """Builds a tokenizer from the vocabulary in a GGUF file's metadata.
 
-Owns the mapping of `tokenizer.ggml.*` keys to a byte-level BPE. How a text is cut into words before merging is not in
-the file, only a name for it (`tokenizer.ggml.pre`); the families known here are listed in _PRE_TOKENIZERS, and any
+Owns the mapping of `tokenizer.ggml.*` keys to one of two kinds: byte-level BPE ("gpt2") and sentencepiece's BPE
+("llama"). For the first, how a text is cut into words before merging is not in the file, only a name for it
+(`tokenizer.ggml.pre`); the families known here are listed in _PRE_TOKENIZERS, and any
 other name is refused, since a wrong guess gives wrong ids without any other sign.
 """
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 # tokenizer.ggml.token_type
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 
 # The words of GPT-2, of Llama 3 and of Qwen2, as their authors published them.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -59,6 +60,7 @@ _PRE_TOKENIZERS = {
     "gpt-2": _Family((_GPT2,)),
     "default": _Family((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
+_SENTENCEPIECE = _Family((), add_bos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +83,22 @@ def vocabulary_from_gguf(metadata: Mapping[str, object]) -> GGUFVocabulary:
     model = metadata.get("tokenizer.ggml.model")
     if model is None:
         raise ModelLoadError("the file has no tokenizer: metadata key 'tokenizer.ggml.model' is missing")
-    if model != "gpt2":
-        raise NotSupported(f"tokenizer.ggml.model {model!r} is not supported; supported is 'gpt2' (byte-level BPE)")
-    pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
+    if model not in ("gpt2", "llama"):
+        known = "'gpt2' (byte-level BPE) and 'llama' (sentencepiece)"
+        raise NotSupported(f"tokenizer.ggml.model {model!r} is not supported; supported are {known}")
+    # Sentencepiece cuts no words; what llama.cpp writes here for it has no meaning.
+    pre = metadata.get("tokenizer.ggml.pre") if model == "gpt2" else "sentencepiece"
+    if model == "gpt2" and pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise NotSupported(
             f"tokenizer.ggml.pre is {pre!r}, which is not known; a wrong guess would give wrong ids. Known: {known}"
         )
-    family = _PRE_TOKENIZERS[str(pre)]
+    family = _PRE_TOKENIZERS[str(pre)] if model == "gpt2" else _SENTENCEPIECE
     tokens, types = _tokens_and_types(metadata)
+    if model == "gpt2":
+        backend = _byte_level(metadata, tokens, types, family)
+    else:
+        backend = _sentencepiece(metadata, tokens, types)
     bos_id, eos_id = (_token_id(metadata, f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in ("bos", "eos"))
     special_ids = {"bos_token": bos_id, "eos_token": eos_id}
     for name, key in (("unk_token", "unknown"), ("pad_token", "padding")):
@@ -102,7 +110,7 @@ def vocabulary_from_gguf(metadata: Mapping[str, object]) -> GGUFVocabulary:
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", family.add_bos))
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     return GGUFVocabulary(
-        backend=_backend(metadata, tokens, types, family),
+        backend=backend,
         size=len(tokens),
         bos_id=bos_id,
         eos_id=eos_id,
@@ -148,18 +156,12 @@ def _chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _backend(
+def _byte_level(
     metadata: Mapping[str, object], tokens: list[str], types: list[int], family: _Family
 ) -> "tokenizers.Tokenizer":
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    # Entries without use only fill the matrix up; they have no text and must not shadow a token that has the same name.
-    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
-    if len(vocabulary) != len(tokens) - types.count(_UNUSED):
-        twice = next(
-            token for index, token in enumerate(tokens) if types[index] != _UNUSED and vocabulary[token] != index
-        )
-        raise ModelLoadError(f"tokenizer.ggml.tokens has the token {twice!r} twice")
+    vocabulary = _vocabulary(tokens, types)
     merges = []
     for line in _list(metadata, "tokenizer.ggml.merges", str):
         left, space, right = line.partition(" ")
@@ -177,11 +179,73 @@ def _backend(
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     backend.decoder = decoders.ByteLevel()
-    # Found in the raw text, before any normalisation, as one token each.
-    added = [
-        AddedToken(tokens[index], special=kind == _CONTROL, normalized=False)
-        for index, kind in enumerate(types)
-        if kind in (_CONTROL, _USER_DEFINED)
-    ]
-    backend.add_tokens(added)
+    _add_special_tokens(backend, tokens, types)
     return backend
+
+
+def _sentencepiece(metadata: Mapping[str, object], tokens: list[str], types: list[int]) -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocabulary = _vocabulary(tokens, types)
+    scores = _list(metadata, "tokenizer.ggml.scores", float)
+    if len(scores) != len(tokens):
+        raise ModelLoadError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    unknown = next((tokens[index] for index, kind in enumerate(types) if kind == _UNKNOWN), None)
+    model = models.BPE(
+        vocab=vocabulary,
+        merges=_merges_by_score(vocabulary, types, scores),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback="<0x00>" in vocabulary,
+    )
+    backend = Tokenizer(model)
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    text_decoders: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend("▁"))
+        text_decoders.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence(text_decoders)
+    _add_special_tokens(backend, tokens, types)
+    return backend
+
+
+def _merges_by_score(vocabulary: Mapping[str, int], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to put a piece together from two others, best score of the piece first.
+
+    Sentencepiece keeps no merges: it joins the neighbours whose union has the highest score, the leftmost of equals.
+    """
+    mergeable = {piece: index for piece, index in vocabulary.items() if types[index] == _NORMAL}
+    found = []
+    for piece, index in mergeable.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in mergeable and right in mergeable:
+                found.append((-scores[index], index, -cut, left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
+    # Entries without use only fill the matrix up; they have no text and must not shadow a token that has the same name.
+    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
+    if len(vocabulary) != len(tokens) - types.count(_UNUSED):
+        twice = next(
+            token for index, token in enumerate(tokens) if types[index] != _UNUSED and vocabulary[token] != index
+        )
+        raise ModelLoadError(f"tokenizer.ggml.tokens has the token {twice!r} twice")
+    return vocabulary
+
+
+def _add_special_tokens(backend: "tokenizers.Tokenizer", tokens: list[str], types: list[int]) -> None:
+    """Have control and user-defined tokens found in the raw text, before any normalisation, as one token each."""
+    from tokenizers import AddedToken
+
+    special = (_CONTROL, _UNKNOWN)
+    backend.add_tokens(
+        [
+            AddedToken(tokens[index], special=kind in special, normalized=False)
+            for index, kind in enumerate(types)
+            if kind in (*special, _USER_DEFINED)
+        ]
+    )

@@ -1,13 +1,16 @@
 """Tokenizers: ids as in the programs that the models come from, and chats rendered as transformers renders them."""
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import regex
+import sentencepiece
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,6 +193,85 @@ def test_vocabularies_that_cannot_be_used_are_refused(
     changed = {key: value for key, value in (metadata | ids | changes).items() if value is not None}
     with pytest.raises(error, match=problem):
         Tokenizer.from_gguf(changed)
+
+
+# Sentencepiece
+
+
+@pytest.fixture(scope="module")
+def trained() -> sentencepiece.SentencePieceProcessor:
+    """A vocabulary with byte fallback, as Llama 2's, trained on the sample strings."""
+    texts = [line for sample in SAMPLES for line in sample["text"].replace("\0", "").split("\n") if line.strip()]
+    texts += 20 * [
+        "the quick brown fox jumps over the lazy dog",
+        "    indented   code with  runs of spaces",
+        "hello, hello",
+    ]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        vocab_size=900,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=["<tool>"],
+        character_coverage=0.98,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_metadata(trained: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
+    ids = range(trained.vocab_size())
+    kinds = {trained.piece_to_id("<tool>"): 4}
+    kinds |= {index: 2 for index in ids if trained.is_unknown(index)} | {i: 3 for i in ids if trained.is_control(i)}
+    kinds |= {index: 6 for index in ids if trained.is_byte(index)}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [trained.id_to_piece(index) for index in ids],
+        "tokenizer.ggml.scores": [trained.get_score(index) for index in ids],
+        "tokenizer.ggml.token_type": [kinds.get(index, 1) for index in ids],
+        "tokenizer.ggml.bos_token_id": trained.bos_id(),
+        "tokenizer.ggml.eos_token_id": trained.eos_id(),
+    }
+
+
+def test_a_sentencepiece_vocabulary_gives_the_ids_of_sentencepiece(
+    trained: sentencepiece.SentencePieceProcessor, sentencepiece_metadata: dict[str, Any]
+) -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata)
+    random = Random(0)
+    texts = [sample["text"].replace("\0", "") for sample in SAMPLES] + [" " * n + "x" for n in range(40)]
+    texts += ["".join(random.choices("  aeht hello▁日é\n", k=random.randint(0, 40))) for _ in range(1000)]
+    for text in texts:
+        ids = trained.encode(text)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        assert tokenizer.decode(ids) == trained.decode(ids), text
+
+
+def test_a_sentencepiece_model_begins_with_bos_and_knows_its_special_tokens(
+    trained: sentencepiece.SentencePieceProcessor, sentencepiece_metadata: dict[str, Any]
+) -> None:
+    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata)
+    assert tokenizer.encode("hello") == [trained.bos_id(), *trained.encode("hello")]
+    tool = trained.piece_to_id("<tool>")
+    ids = tokenizer.encode("hello<tool>hello</s>", add_special_tokens=False)
+    assert ids == [*trained.encode("hello"), tool, *trained.encode("hello"), trained.eos_id()]
+    assert tokenizer.decode(ids) == "hello<tool> hello"
+    assert tokenizer.special_ids == {0, 1, 2}
+    # Without the space before a text.
+    bare = Tokenizer.from_gguf(sentencepiece_metadata | {"tokenizer.ggml.add_space_prefix": False})
+    assert bare.decode(bare.encode(" hello")) == " hello"
+    assert bare.encode(" hello", add_special_tokens=False) == trained.encode("hello")
+
+
+def test_a_sentencepiece_vocabulary_needs_its_scores(sentencepiece_metadata: dict[str, Any]) -> None:
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.ggml\.scores"):
+        Tokenizer.from_gguf({k: v for k, v in sentencepiece_metadata.items() if not k.endswith("scores")})
 
 
 # Chats
