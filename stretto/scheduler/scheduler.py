@@ -121,15 +121,11 @@ class Scheduler:
         decode = self.decode.slots
         if self.config.batch_policy == "mixed":
             decode, chunks = self._reserve(decode, self._continue_prefill(budget - len(decode)))
-            budget -= len(decode) + sum(chunk.num_tokens for chunk in chunks)
-            budget -= self._admit(budget, chunks)
+            chunks += self._admit(budget - len(decode) - sum(chunk.num_tokens for chunk in chunks))
         else:
             _, chunks = self._reserve(decode[:0], self._continue_prefill(budget))
-            budget -= sum(chunk.num_tokens for chunk in chunks)
-            budget -= self._admit(budget, chunks)
+            chunks += self._admit(budget - sum(chunk.num_tokens for chunk in chunks))
             decode = decode[:0] if chunks else self._reserve(decode, [])[0]
-        if self.monitor is not None:
-            self.monitor.admission_closed(budget)
         if not len(decode) and not chunks:
             return None
         plan = self._launchable(decode, chunks)
@@ -205,13 +201,10 @@ class Scheduler:
         self.num_preemptions += 1
         self._leave_when_processed(request)
 
-    def _admit(self, budget: int, chunks: list[Chunk]) -> int:
-        """Give slots to waiting requests, first come first served, by what they need now (not by `max_tokens`).
-
-        Appends their first chunks to `chunks` and returns the tokens of these.
-        """
-        left = budget
-        while left > 0 and self.num_running < self.config.max_num_seqs and self.slots.num_free:
+    def _admit(self, budget: int) -> list[Chunk]:
+        """Give slots to waiting requests, first come first served, by what they need now (not by `max_tokens`)."""
+        chunks: list[Chunk] = []
+        while budget > 0 and self.num_running < self.config.max_num_seqs and self.slots.num_free:
             request = self.prefill.first()
             if request is None:
                 break
@@ -225,12 +218,14 @@ class Scheduler:
             self.pages.adopt(request, prefix)
             if request.num_preemptions == 0:
                 request.num_cached = prefix.num_tokens
-            chunk = Chunk(request, min(len(request.token_ids) - prefix.num_tokens, left))
+            chunk = Chunk(request, min(len(request.token_ids) - prefix.num_tokens, budget))
             self.pages.give(request, self.pages.needed(chunk))
             self._admitted.append(request)
             chunks.append(chunk)
-            left -= chunk.num_tokens
-        return budget - left
+            budget -= chunk.num_tokens
+        if self.monitor is not None:
+            self.monitor.admission_closed(budget)
+        return chunks
 
     def _launchable(self, decode: IntArray, chunks: list[Chunk]) -> StepPlan:
         """Make the plan of these rows and advance the host's lengths by it. hot path"""
