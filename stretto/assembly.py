@@ -115,6 +115,8 @@ def _on_device(device: Device, make: Callable[[], T]) -> T:
 
 
 def _tokenizer(config: EngineConfig, resolved: ResolvedModel) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
     source = resolved if config.tokenizer is None else resolve_model(config.tokenizer, token=config.hf_token)
     try:
         if source.kind == "gguf":
@@ -149,7 +151,7 @@ def _scheduler_config(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=batched,
         max_model_len=max_model_len,
-        page_size=config.page_size,
+        page_size=config.resolved_page_size(device.torch_device.type),
         num_pages=_num_pages(config, model, max_model_len, device),
         overlap_depth=config.resolved_overlap_depth(device.torch_device.type),
         batch_policy=config.batch_policy,
@@ -165,12 +167,13 @@ def _num_pages(config: EngineConfig, model: Decoder, max_model_len: int, device:
         return config.num_pages + 1
     shape = model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.kv_dtype.itemsize
+    page_size = config.resolved_page_size(device.torch_device.type)
     memory = config.kv_cache_memory_bytes or _default_cache_bytes(device)
-    affordable = memory // (token_bytes * config.page_size)
-    needed = -(-max_model_len // config.page_size)
+    affordable = memory // (token_bytes * page_size)
+    needed = -(-max_model_len // page_size)
     if affordable < needed:
         raise InvalidRequest(
-            f"a KV cache of {memory / GIB:.2f} GiB holds {affordable * config.page_size} tokens of this model "
+            f"a KV cache of {memory / GIB:.2f} GiB holds {affordable * page_size} tokens of this model "
             f"({token_bytes} bytes each), fewer than max_model_len ({max_model_len}): lower max_model_len or raise "
             "kv_cache_memory_bytes"
         )

@@ -12,6 +12,7 @@ MAX_OVERLAP_DEPTH = 8
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int4")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BATCH_POLICIES = ("mixed", "prefill-first")
+DEFAULT_PAGE_SIZE = {"cpu": 64, "cuda": 16}
 DEFAULT_OVERLAP_DEPTH = {"cpu": 1, "cuda": 1}
 
 BatchPolicy = Literal["mixed", "prefill-first"]
@@ -90,6 +91,8 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    """Token ids in, token ids out: needs no tokenizer."""
     revision: str | None = None
     hf_token: str | None = field(default=None, repr=False)
     load_format: LoadFormat = "auto"
@@ -99,7 +102,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     kv_cache_memory_bytes: int | None = None
     num_pages: int | None = None
     overlap_depth: int | None = None
@@ -116,6 +119,8 @@ class EngineConfig:
             raise InvalidRequest(f"load_format is {self.load_format!r}; allowed: auto, dummy")
         if self.device != "auto" and self.device.split(":")[0] not in ("cpu", "cuda"):
             raise InvalidRequest(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N")
+        if self.page_size is not None and self.page_size not in PAGE_SIZES:
+            raise InvalidRequest(f"page_size is {self.page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
         for name in ("num_threads", "max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_pages"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
@@ -123,6 +128,10 @@ class EngineConfig:
         _at_least("max_logprobs", self.max_logprobs, 0)
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise InvalidRequest("num_pages and kv_cache_memory_bytes both given; give one of them")
+
+    def resolved_page_size(self, device_type: str) -> int:
+        """Tokens per KV page: as given, or the device's default."""
+        return DEFAULT_PAGE_SIZE[device_type] if self.page_size is None else self.page_size
 
     def resolved_overlap_depth(self, device_type: str) -> int:
         """The overlap depth to use: STRETTO_DISABLE_OVERLAP=1 wins, then the option, then the device's default."""

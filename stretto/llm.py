@@ -53,7 +53,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
-        page_size: int = 16,
+        page_size: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         num_pages: int | None = None,
         overlap_depth: int | None = None,
