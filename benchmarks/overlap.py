@@ -1,0 +1,104 @@
+"""Overlap depth 1 and 2 against depth 0 with the real model on this CPU, at batch sizes 1, 8 and 32.
+
+All depths are loaded in one process and take turns, in another order each time, so that a machine that drifts (15 % is
+usual) drifts for all. A ratio is taken between neighbours in time, and the median of the ratios is reported, with the
+share of device time that bubbles take at each depth.
+
+    python benchmarks/overlap.py [--rounds 7] [--new-tokens 48] [--out benchmarks/results/overlap.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from stretto import LLM, SamplingParams
+from stretto.bench.throughput import Workload, describe_device, make_prompts, versions
+
+BATCHES = (1, 8, 32)
+DEPTHS = (0, 1, 2)
+INPUT_LEN = 96
+RESULTS = Path(__file__).parent / "results"
+
+
+def run_once(llm: LLM, batch: int, new_tokens: int) -> dict[str, float]:
+    """Output tokens per second of one batch, and the device's busy and bubble seconds."""
+    prompts = make_prompts(llm, Workload(num_prompts=batch, input_len=INPUT_LEN, output_len=new_tokens))
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    before = llm.stats()
+    started = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    after = llm.stats()
+    return {
+        "tokens_per_s": batch * new_tokens / seconds,
+        "busy_s": after.busy_s - before.busy_s,
+        "bubble_s": after.bubble_s - before.bubble_s,
+    }
+
+
+def measure(llms: dict[int, LLM], batch: int, rounds: int, new_tokens: int) -> dict[int, list[dict[str, float]]]:
+    """Rounds of all depths in turn, after one run each to warm up."""
+    runs: dict[int, list[dict[str, float]]] = {depth: [] for depth in llms}
+    for llm in llms.values():
+        run_once(llm, batch, 8)
+    for number in range(rounds):
+        order = list(llms)[number % len(llms) :] + list(llms)[: number % len(llms)]
+        for depth in order:
+            runs[depth].append(run_once(llms[depth], batch, new_tokens))
+    return runs
+
+
+def summarise(runs: dict[int, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Median rate, median ratio to depth 0 within a round, and bubble share of all rounds, by depth."""
+    summary = {}
+    for depth, entries in runs.items():
+        busy, bubble = sum(entry["busy_s"] for entry in entries), sum(entry["bubble_s"] for entry in entries)
+        ratios = [entry["tokens_per_s"] / plain["tokens_per_s"] for entry, plain in zip(entries, runs[0], strict=True)]
+        summary[str(depth)] = {
+            "tokens_per_s": median(entry["tokens_per_s"] for entry in entries),
+            "over_depth_0": median(ratios),
+            "bubble_share": bubble / (busy + bubble),
+        }
+    return summary
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--out", type=Path, default=RESULTS / "overlap.json")
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {"versions": versions(), "threads": arguments.threads, "batches": {}}
+    with ExitStack() as stack:
+        options = {"dtype": arguments.dtype, "num_threads": arguments.threads, "max_model_len": 512}
+        llms = {depth: stack.enter_context(LLM(arguments.model, overlap_depth=depth, **options)) for depth in DEPTHS}
+        report["device"], report["dtype"] = describe_device("cpu"), llms[0].dtype
+        for batch in BATCHES:
+            runs = measure(llms, batch, arguments.rounds, arguments.new_tokens)
+            summary = summarise(runs)
+            report["batches"][str(batch)] = {"summary": summary, "runs": runs}
+            for depth, row in summary.items():
+                print(
+                    f"batch {batch}, depth {depth}: {row['tokens_per_s']:.1f} tokens/s, "
+                    f"{row['over_depth_0']:.3f} x depth 0, "
+                    f"bubble share {100 * row['bubble_share']:.2f} %",
+                    flush=True,
+                )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
