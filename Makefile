@@ -44,8 +44,8 @@ demo: $(USE_STAMP)
 	@$(BIN)/stretto generate --model smollm2-135m --chat --max-tokens 64 --stats \
 	  "What is the capital of France?" \
 	  "Write one sentence about the sea." \
-	  "Why is the sky blue? Answer briefly." \
-	  "Name three musical forms."
+	  "Tell me a fun fact about octopuses." \
+	  "Why is the sky blue?"
 
 test: $(DEV_STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
