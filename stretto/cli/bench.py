@@ -97,7 +97,7 @@ def _print(report: ThroughputReport) -> None:
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
-    table.add_column(justify="right")
+    table.add_column()
     for name, value in report.rows():
         table.add_row(name, value)
     Console().print(table)
