@@ -7,12 +7,12 @@ import torch
 
 from stretto.engine.random import (
     derive_seed,
-    exponentials,
     fresh_seed,
     hash_bits,
+    negative_exponentials,
+    negative_uniforms,
     row_keys,
     token_lanes,
-    uniforms,
     wrap_int64,
 )
 
@@ -45,7 +45,20 @@ def uniform_grid(seeds: npt.ArrayLike, positions: npt.ArrayLike, tokens: npt.Arr
     """Uniforms [rows, tokens] for rows of (seed, position)."""
     seeds_S, positions_S = np.broadcast_arrays(np.atleast_1d(seeds).astype(np.int64), positions)
     keys_S = row_keys(seeds_S.copy(), positions_S.astype(np.int64))
-    return uniforms(keys_S, token_lanes(np.asarray(tokens, np.int32))).astype(np.float64)
+    spare = np.empty((2, len(keys_S), len(np.asarray(tokens))), np.int32)
+    return -negative_uniforms(keys_S, token_lanes(np.asarray(tokens, np.int32)), *spare).astype(np.float64)
+
+
+def bits_of(keys: npt.NDArray[np.int64], tokens: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    shape = (len(keys), len(np.asarray(tokens)))
+    return hash_bits(
+        keys, token_lanes(np.asarray(tokens, np.int32)), np.empty(shape, np.int32), np.empty(shape, np.int32)
+    )
+
+
+def exponentials_of(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    spare = torch.empty((2, len(keys), tokens.shape[-1]), dtype=torch.int32)
+    return -negative_exponentials(keys, token_lanes(tokens.to(torch.int32)), *spare)
 
 
 def chi_square_excess(counts: npt.NDArray[np.int64]) -> float:
@@ -58,8 +71,7 @@ def chi_square_excess(counts: npt.NDArray[np.int64]) -> float:
 def test_bits_are_those_of_the_described_hash() -> None:
     positions, tokens = [0, 1, 131071], [0, 1, 2, 49151, 262143]
     for seed in SEEDS:
-        keys = row_keys(torch.tensor([seed] * 3), torch.tensor(positions))
-        bits = hash_bits(keys, token_lanes(torch.tensor(tokens, dtype=torch.int32)))
+        bits = bits_of(row_keys(np.array([seed] * 3), np.array(positions)), tokens)
         assert bits.tolist() == [[bits_by_hand(seed, position, token) for token in tokens] for position in positions]
 
 
@@ -67,18 +79,18 @@ def test_torch_and_numpy_agree_to_the_bit() -> None:
     seeds = np.array(SEEDS, np.int64)
     positions = np.arange(len(SEEDS), dtype=np.int64) * 977
     tokens = np.arange(5003, dtype=np.int32)
-    theirs = uniforms(row_keys(seeds, positions), token_lanes(tokens))
-    ours = uniforms(
-        row_keys(torch.from_numpy(seeds), torch.from_numpy(positions)), token_lanes(torch.from_numpy(tokens))
-    )
+    spare = np.empty((2, len(seeds), len(tokens)), np.int32)
+    theirs = negative_uniforms(row_keys(seeds, positions), token_lanes(tokens), *spare)
+    keys = row_keys(torch.from_numpy(seeds), torch.from_numpy(positions))
+    ours = negative_uniforms(keys, token_lanes(torch.from_numpy(tokens)), *torch.empty(spare.shape, dtype=torch.int32))
     np.testing.assert_array_equal(ours.numpy(), theirs)
 
 
 def test_a_token_has_the_same_number_in_any_selection() -> None:
     keys = row_keys(torch.tensor([3, 4]), torch.tensor([10, 10]))
-    everything = exponentials(keys, token_lanes(torch.arange(1000, dtype=torch.int32)))
+    everything = exponentials_of(keys, torch.arange(1000))
     chosen = torch.tensor([[999, 5, 5], [0, 17, 640]])
-    some = exponentials(keys, token_lanes(chosen.to(torch.int32)))
+    some = exponentials_of(keys, chosen)
     assert torch.equal(some, everything.gather(1, chosen))
 
 
@@ -88,7 +100,7 @@ def test_uniforms_stay_inside_the_open_interval_and_exponentials_are_positive() 
     assert u.min() > 0
     assert u.max() < 1
     keys = row_keys(torch.arange(64), torch.zeros(64, dtype=torch.int64))
-    e = exponentials(keys, token_lanes(torch.arange(60_000, dtype=torch.int32)))
+    e = exponentials_of(keys, torch.arange(60_000))
     assert e.min() > 0
     assert e.max() < 17
     assert abs(e.double().mean() - 1) < 4 / np.sqrt(e.numel())
@@ -135,7 +147,7 @@ def test_every_input_bit_flips_every_output_bit_half_of_the_time(part: str) -> N
     rng = np.random.default_rng(1)
     seeds, positions = rng.integers(-(2**62), 2**62, 4000), rng.integers(0, 2**17, 4000)
     token = np.array([1234], np.int32)
-    base = hash_bits(row_keys(seeds, positions), token_lanes(token))
+    base = bits_of(row_keys(seeds, positions), token)
     for bit in range({"seed": 64, "position": 17, "token": 18}[part]):
         s, p, t = seeds, positions, token
         if part == "seed":
@@ -144,7 +156,7 @@ def test_every_input_bit_flips_every_output_bit_half_of_the_time(part: str) -> N
             p = positions ^ (1 << bit)
         else:
             t = token ^ np.int32(1 << bit)
-        flipped = (base ^ hash_bits(row_keys(s, p), token_lanes(t))).view(np.uint32).ravel()
+        flipped = (base ^ bits_of(row_keys(s, p), t)).view(np.uint32).ravel()
         shares = np.array([(flipped >> k & 1).mean() for k in range(31)])
         assert np.abs(shares - 0.5).max() < 0.05, bit
 

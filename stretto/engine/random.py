@@ -70,41 +70,61 @@ def token_lanes(token_ids_X: Array) -> Array:
 
 
 # hot path
-def hash_bits(keys_S: Array, lanes_X: Array) -> Array:
-    """31 random bits per (row, token id) as int32 [S, X], not negative.
+def hash_bits(keys_S: Array, lanes_X: Array, out_SX: Array, spare_SX: Array) -> Array:
+    """31 random bits per (row, token id), not negative: written to `out_SX` (int32 [S, X]) and returned.
 
-    `keys_S` from `row_keys`; `lanes_X` from `token_lanes`, [X] (the same ids for all rows) or [S, X].
+    `keys_S` from `row_keys`; `lanes_X` from `token_lanes`, [X] (the same ids for all rows) or [S, X]; `spare_SX` is
+    overwritten.
     """
     low_S, high_S = _halves(keys_S)
-    h_SX: Array = lanes_X ^ low_S[:, None]
-    h_SX ^= (h_SX >> 16) & 0xFFFF
-    h_SX *= _MIX_32[0]
-    h_SX += high_S[:, None]
-    h_SX ^= (h_SX >> 15) & 0x1FFFF
-    h_SX *= _MIX_32[1]
+    out_SX[:] = lanes_X
+    out_SX ^= low_S[:, None]
+    _shift_right(out_SX, 16, spare_SX)
+    spare_SX &= 0xFFFF
+    out_SX ^= spare_SX
+    out_SX *= _MIX_32[0]
+    out_SX += high_S[:, None]
+    _shift_right(out_SX, 15, spare_SX)
+    spare_SX &= 0x1FFFF
+    out_SX ^= spare_SX
+    out_SX *= _MIX_32[1]
     # The last shift may stay arithmetic: the sign cancels itself, and exactly two of 2**32 values share a result.
-    h_SX ^= h_SX >> 16
-    return h_SX
+    _shift_right(out_SX, 16, spare_SX)
+    out_SX ^= spare_SX
+    return out_SX
 
 
 # hot path
-def uniforms(keys_S: Array, lanes_X: Array) -> Array:
-    """Uniform float32 [S, X] in (0, 1): 2**31 levels, finest near 0 (smallest 2**-32), at most 1 - 2**-24.
+def negative_uniforms(keys_S: Array, lanes_X: Array, bits_SX: Array, spare_SX: Array) -> Array:
+    """Uniform numbers, negated: float32 [S, X] in (-1, 0), on 2**31 levels from -(1 - 2**-24) to -(2**-32).
 
-    The resolution near 0 is what sampling needs: with plain 24-bit uniforms one token in 2**24 would draw exactly
-    0, an infinitely good number, and at 50,000 tokens a step that soon lets a hopeless one win.
+    Finest near 0, which is what sampling needs: with plain 24-bit uniforms one token in 2**24 would draw exactly 0, an
+    infinitely good number, and at 50,000 tokens a step that soon lets a hopeless one win.
+
+    `bits_SX` and `spare_SX` (int32 [S, X]) are overwritten; the result lies in the memory of `spare_SX`.
     """
-    h_SX = hash_bits(keys_S, lanes_X)
-    if isinstance(h_SX, torch.Tensor):
-        return h_SX.to(torch.float32).add_(0.5).mul_(_TO_UNIT)
-    u_SX: Array = (h_SX.astype(np.float32) + np.float32(0.5)) * np.float32(_TO_UNIT)
+    hash_bits(keys_S, lanes_X, bits_SX, spare_SX)
+    u_SX: Array = spare_SX.view(torch.float32 if isinstance(spare_SX, torch.Tensor) else np.float32)
+    u_SX[:] = bits_SX
+    u_SX += 0.5
+    u_SX *= -_TO_UNIT
     return u_SX
 
 
 # hot path
-def exponentials(keys_S: torch.Tensor, lanes_X: torch.Tensor) -> torch.Tensor:
-    """Exponential(1) float32 [S, X], from `uniforms` by -log1p(-u): all in (0, 17)."""
-    return uniforms(keys_S, lanes_X).neg_().log1p_().neg_()
+def negative_exponentials(
+    keys_S: torch.Tensor, lanes_X: torch.Tensor, bits_SX: torch.Tensor, spare_SX: torch.Tensor
+) -> torch.Tensor:
+    """Exponential(1) numbers, negated: log1p of `negative_uniforms` (float32 [S, X] in (-17, 0)), in its memory."""
+    return negative_uniforms(keys_S, lanes_X, bits_SX, spare_SX).log1p_()
+
+
+def _shift_right(x: Array, by: int, out: Array) -> None:
+    """Arithmetic shift into `out`."""
+    if isinstance(x, torch.Tensor):
+        torch.bitwise_right_shift(x, by, out=out)
+    else:
+        np.right_shift(x, by, out=out)
 
 
 def _mix64(z: Array) -> Array:

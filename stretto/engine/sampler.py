@@ -6,17 +6,17 @@ Legend: S sampled rows, V vocabulary, E stop ids of a row (padded), L reported l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
-from stretto.engine.filters import drop_filtered, kept_candidates
+from stretto.engine.filters import distances, drop_filtered, kept_candidates
 from stretto.engine.logprobs import write_logprobs
 from stretto.engine.ordering import BLOCK, best_candidates, block_maxima, first_argmax
-from stretto.engine.random import exponentials, row_keys, token_lanes
+from stretto.engine.random import negative_exponentials, row_keys, token_lanes
+from stretto.engine.scratch import Scratch
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
@@ -24,7 +24,7 @@ MAX_CANDIDATES = 256
 """Up to this top-k (on all random rows) only the best candidates are looked at, not the whole vocabulary."""
 
 _HIGHEST_TEMPERATURE = 2.0**60
-_CPU_CHUNK_BYTES = 2 << 20
+_CPU_CHUNK_BYTES = 4 << 20
 """Logits handled at once on a CPU, so that the temporaries stay in its cache. Results do not depend on it."""
 
 
@@ -130,6 +130,8 @@ class SampledOut:
     """int64: the best ids in that order. -1 for a failed row, and beyond the vocabulary's size."""
     top_logprobs_SL: torch.Tensor
     """float32: their log-probabilities. NaN where the id is -1."""
+    scratch: Scratch = field(default_factory=Scratch)
+    """Temporaries, of no use to a reader."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_logprobs: int, device: torch.device) -> SampledOut:
@@ -153,7 +155,7 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, out: S
     Where vLLM leaves ties open, the lowest id wins: top-k keeps exactly k tokens, top-p the smallest set whose mass
     reaches p (at least one token), argmax the first.
 
-    The draw is Gumbel-max (Maddison, Tarlow, Minka: "A* sampling", 2014) in its exponential form: argmax p / E with
+    The draw is Gumbel-max (Maddison, Tarlow, Minka: "A* sampling", 2014) in its exponential form: argmin E / p with
     E = -log1p(-u(seed, position, token id)). A row's token depends on its own logits and parameters alone, to the bit.
 
     A row fails (token -1, its neighbours unharmed) if a logit is NaN or +inf, or if every logit is -inf after the mask.
@@ -165,11 +167,12 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, out: S
         raise ValueError(f"room for {room} (rows, logprobs), asked for {(num_rows, mix.num_logprobs)}")
     chunk = num_rows
     if logits_SV.device.type == "cpu" and not (mix.all_greedy and mix.num_logprobs < 0):
-        chunk = max(1, _CPU_CHUNK_BYTES // (4 * vocabulary))
+        most = max(1, _CPU_CHUNK_BYTES // (4 * max(vocabulary, 4096)))
+        chunk = -(-num_rows // max(1, -(-num_rows // most)))
     for start in range(0, num_rows, max(1, chunk)):
         stop = min(start + chunk, num_rows)
         part_SV, part = (logits_SV, rows) if chunk >= num_rows else (logits_SV[start:stop], rows.slice(start, stop))
-        tokens_S = _choose(part_SV, part, mix)
+        tokens_S = _choose(part_SV, part, mix, out.scratch)
         out.tokens_S[start:stop] = tokens_S
         if mix.num_logprobs >= 0:
             write_logprobs(
@@ -183,7 +186,7 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, out: S
             )
 
 
-def _choose(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix) -> torch.Tensor:
+def _choose(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, scratch: Scratch) -> torch.Tensor:
     """The chosen ids (int64 [S]), -1 for failed rows."""
     allowed_SV = _without_stop_tokens(logits_SV, rows) if mix.any_min_tokens else logits_SV
     maxima_SG = block_maxima(allowed_SV)
@@ -197,8 +200,11 @@ def _choose(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix) -> to
         # Bounded: inf / inf would make a NaN of an impossible token at an infinite temperature.
         temperature_S1 = torch.where(greedy_S, 1.0, rows.temperature_S).clamp_(max=_HIGHEST_TEMPERATURE).unsqueeze(1)
         keys_S = row_keys(rows.seed_S, rows.position_S)
-        draw = _draw_from_candidates if mix.all_top_k and mix.max_top_k <= MAX_CANDIDATES else _draw_from_vocabulary
-        drawn_S = draw(allowed_SV, maxima_SG, best_S.unsqueeze(1), temperature_S1, keys_S, rows, mix)
+        best_S1 = best_S.unsqueeze(1)
+        if mix.all_top_k and mix.max_top_k <= MAX_CANDIDATES:
+            drawn_S = _draw_from_candidates(allowed_SV, maxima_SG, best_S1, temperature_S1, keys_S, rows, mix)
+        else:
+            drawn_S = _draw_from_vocabulary(allowed_SV, best_S1, temperature_S1, keys_S, rows, mix, scratch)
         chosen_S = torch.where(greedy_S, chosen_S, drawn_S)
     return torch.where(usable_S, chosen_S, -1)
 
@@ -240,7 +246,9 @@ def _draw_from_candidates(
         rows.top_p_S if mix.any_top_p else None,
         rows.min_p_S if mix.any_min_p else None,
     )
-    score_SC = probability_SC.mul_(kept_SC).div_(exponentials(keys_S, token_lanes(ids_SC.to(torch.int32))))
+    lanes_SC = token_lanes(ids_SC.to(torch.int32))
+    noise_SC = negative_exponentials(keys_S, lanes_SC, torch.empty_like(lanes_SC), torch.empty_like(lanes_SC))
+    score_SC = noise_SC.div_(probability_SC.mul_(kept_SC))
     # Candidates are not in the order of their ids, so the lowest id among equals is found by hand.
     best_SC = score_SC == score_SC.amax(1, keepdim=True)
     return torch.where(best_SC, ids_SC, vocabulary - 1).amin(1)
@@ -248,20 +256,26 @@ def _draw_from_candidates(
 
 def _draw_from_vocabulary(
     logits_SV: torch.Tensor,
-    maxima_SG: torch.Tensor,
     best_S1: torch.Tensor,
     temperature_S1: torch.Tensor,
     keys_S: torch.Tensor,
     rows: SamplingRows,
     mix: SamplingMix,
+    scratch: Scratch,
 ) -> torch.Tensor:
     """Draw from any mix: int64 ids [S]."""
-    vocabulary = logits_SV.shape[1]
+    num_rows, vocabulary = logits_SV.shape
+    device = logits_SV.device
     # Whole blocks, behind which the vocabulary's last tokens are followed by impossible ones.
-    distance_SV = F.pad(best_S1 - logits_SV, (0, -vocabulary % BLOCK), value=torch.inf)
-    distance_SV = distance_SV.div_(temperature_S1).abs_()
-    probability_SV = distance_SV.neg().exp_()
+    shape = (num_rows, vocabulary + -vocabulary % BLOCK)
+    probability_SV = scratch.take("sampler.probability", shape, torch.float32, device)
+    bits_SV = scratch.take("sampler.bits", shape, torch.int32, device)
     if mix.any_top_k or mix.any_top_p or mix.any_min_p:
+        # The random bits come later; until then their memory is free.
+        distance_SV = bits_SV.view(torch.float32)
+        distance_SV[:, vocabulary:] = torch.inf
+        distances(best_S1, logits_SV, temperature_S1, distance_SV[:, :vocabulary])
+        torch.neg(distance_SV, out=probability_SV).exp_()
         has_top_k_S = (rows.top_k_S > 0) & (rows.top_k_S < vocabulary)
         drop_filtered(
             distance_SV.view(torch.int32),
@@ -269,8 +283,15 @@ def _draw_from_vocabulary(
             torch.where(has_top_k_S, rows.top_k_S, vocabulary) if mix.any_top_k else None,
             rows.top_p_S if mix.any_top_p else None,
             rows.min_p_S if mix.any_min_p else None,
+            scratch,
         )
-    ids_V = torch.arange(distance_SV.shape[1], dtype=torch.int32, device=logits_SV.device)
-    score_SV = probability_SV.div_(exponentials(keys_S, token_lanes(ids_V)))
+    else:
+        # The same numbers in fewer passes: nobody needs the distances.
+        probability_SV[:, vocabulary:] = 0.0
+        own_SV = torch.sub(logits_SV, best_S1, out=probability_SV[:, :vocabulary])
+        own_SV.div_(temperature_S1).exp_()
+    lanes_V = token_lanes(torch.arange(shape[1], dtype=torch.int32, device=device))
+    spare_SV = scratch.take("sampler.spare", shape, torch.int32, device)
+    score_SV = negative_exponentials(keys_S, lanes_V, bits_SV, spare_SV).div_(probability_SV)
     # A NaN row may point at padding; it fails, but its id is used as an index before that is known.
     return first_argmax(score_SV, block_maxima(score_SV))[1].clamp_(max=vocabulary - 1)
