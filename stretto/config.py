@@ -36,7 +36,7 @@ class SchedulerConfig:
     overlap_depth: int = 1
     """Steps that may be launched and not yet processed; 0 is the normal loop."""
     batch_policy: BatchPolicy = "mixed"
-    """`mixed`: decode rows and prefill chunks share a step; `prefill-first`: a step has one kind, prefill comes first."""
+    """`mixed`: decode rows and prefill chunks share a step; `prefill-first`: one kind a step, prefill comes first."""
     max_logprobs: int = 20
     """Largest number of top log-probabilities that a request may ask for."""
     max_stop_ids: int = 16

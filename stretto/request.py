@@ -9,15 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from stretto.cache.base import NO_KEY, CacheKey, Prefix
 from stretto.errors import InvalidRequest, NotSupported
-
-if TYPE_CHECKING:
-    from stretto.cache.base import Prefix
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -109,7 +106,9 @@ class SamplingParams:
         _check_real("min_p", self.min_p, 0.0, 1.0)
         _check_real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            raise InvalidRequest("top_p is 0.0; allowed: above 0 and up to 1 (use temperature=0 for the likeliest token)")
+            raise InvalidRequest(
+                "top_p is 0.0; allowed: above 0 and up to 1 (use temperature=0 for the likeliest token)"
+            )
         _check_int("top_k", self.top_k, -1)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63))
@@ -204,6 +203,8 @@ class Request:
     """End-of-sequence ids (unless ignored) and stop token ids."""
     priority: int = 0
     """Smaller runs earlier."""
+    cache_key: CacheKey = NO_KEY
+    """What else than its tokens its KV depends on."""
     state: RequestState = RequestState.WAITING
     slot: int = 0
     """Row of the request tables while it holds one, else 0."""
@@ -244,5 +245,10 @@ def _check_int(name: str, value: object, least: int) -> None:
 
 
 def _check_real(name: str, value: object, least: float, most: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most or value == math.inf:
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not least <= value <= most
+        or value == math.inf
+    ):
         raise InvalidRequest(f"{name} is {value!r}; allowed: a number from {least} to {most}")

@@ -78,7 +78,7 @@ class Runtime:
         *,
         cache: PrefixCache | None = None,
         tokenizer: Tokenizer | None = None,
-        scheduler_type: type[Scheduler] = Scheduler,
+        scheduler_type: Callable[..., Scheduler] = Scheduler,
         engine_type: type[Engine] = Engine,
         loop_type: type[Loop] = Loop,
     ) -> None:
@@ -86,15 +86,18 @@ class Runtime:
         self.scheduler_config = config
         self.device = device
         self._pool = PagePool(config.num_pages)
+        check = os.environ.get("STRETTO_CHECK", "0") not in ("", "0")
+        checked = check or device.checking
+        self.engine = engine_type(config, device, model, attention, checked=checked)
         self.scheduler = scheduler_type(
             config,
             device,
             self._pool,
             NoCache() if cache is None else cache,
             wants_host_pages=attention.wants_host_pages or device.checking,
-            monitored=device.checking or os.environ.get("STRETTO_CHECK", "0") not in ("", "0"),
+            checked=checked,
+            on_released=self.engine.poison if check and not device.checking else None,
         )
-        self.engine = engine_type(config, device, model, attention)
         self._timeline = Timeline(device)
         self._tokenizer = tokenizer
         self._outbox = _Outbox()
@@ -236,7 +239,7 @@ class Runtime:
             busy_s=totals.busy_s,
             bubble_s=totals.bubble_s,
             bubble_share=totals.bubble_share,
-            preemptions=self.scheduler.num_preemptions,
+            preemptions=self.scheduler.lifecycle.num_preemptions,
             overlap_depth=self.scheduler_config.overlap_depth,
             num_pages=self.scheduler_config.num_pages - 1,
             num_free_pages=self._pool.num_free,

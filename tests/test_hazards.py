@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from stretto.cache.base import Prefix
+from stretto.cache.base import NO_KEY, CacheKey, Prefix
 from stretto.cache.page_pool import PagePool
 from stretto.config import SchedulerConfig
 from stretto.device.base import Device, Region
@@ -20,6 +21,7 @@ from stretto.engine.staging import RingEntry, StagingRing
 from stretto.request import FinishReason, Request, SamplingParams, TokenArray
 from stretto.runtime import Runtime
 from stretto.scheduler.batch import StepOutput, StepPlan, StepResults
+from stretto.scheduler.lifecycle import Lifecycle
 from stretto.scheduler.loop import Loop
 from stretto.scheduler.scheduler import Scheduler
 from tests.helpers.exact_model import ExactAttention, ExactModel
@@ -46,8 +48,10 @@ class RingOfOneWithoutEvents(StagingRing):
 
 
 class EngineWithOneStagingBuffer(Engine):
-    def __init__(self, config: SchedulerConfig, device: Device, model: ExactModel, attention: ExactAttention) -> None:
-        super().__init__(config, device, model, attention)
+    def __init__(
+        self, config: SchedulerConfig, device: Device, model: ExactModel, attention: ExactAttention, *, checked: bool
+    ) -> None:
+        super().__init__(config, device, model, attention, checked=checked)
         self.ring = RingOfOneWithoutEvents(device, config)
 
 
@@ -71,12 +75,12 @@ class EngineWithAHostProcessor(Engine):
         return super().launch(plan)
 
 
-class SchedulerThatReleasesAtOnce(Scheduler):
+class LifecycleThatReleasesAtOnce(Lifecycle):
     def _leave_when_processed(self, request: Request) -> None:
         self.release(request)
 
 
-class SchedulerThatReleasesAbortedAtOnce(Scheduler):
+class LifecycleThatReleasesAbortedAtOnce(Lifecycle):
     def _leave_when_processed(self, request: Request) -> None:
         if request.finish_reason is FinishReason.ABORT:
             self.release(request)
@@ -84,7 +88,7 @@ class SchedulerThatReleasesAbortedAtOnce(Scheduler):
             super()._leave_when_processed(request)
 
 
-class SchedulerThatMiscountsSteps(Scheduler):
+class LifecycleThatMiscountsSteps(Lifecycle):
     """Takes every finished request for one that no launched step holds: only the device can know better."""
 
     def _leave_when_processed(self, request: Request) -> None:
@@ -92,10 +96,10 @@ class SchedulerThatMiscountsSteps(Scheduler):
         self.release(request)
 
 
-class SchedulerThatKeepsDeadRows(Scheduler):
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+class LifecycleThatKeepsDeadRows(Lifecycle):
+    def finish(self, request: Request, reason: FinishReason) -> None:
         slot = request.slot
-        super()._finish(request, reason)
+        super().finish(request, reason)
         self.slots.active[slot] = True
 
 
@@ -111,7 +115,7 @@ class SchedulerThatNeverWaitsForReleases(Scheduler):
         return False
 
 
-class SchedulerThatCountsRetiringRequests(Scheduler):
+class LifecycleThatCountsRetiringRequests(Lifecycle):
     @property
     def num_running(self) -> int:
         return sum(request is not None for request in self.slots.requests)
@@ -137,17 +141,21 @@ class CacheThatEvictsPagesInUse:
     def num_evictable(self) -> int:
         return len(self.pages)
 
-    def lock(self, token_ids: TokenArray) -> Prefix:
+    def lock(self, token_ids: TokenArray, key: CacheKey = NO_KEY) -> Prefix:
         return Prefix((), 0)
 
     def unlock(self, prefix: Prefix) -> None:
         pass
 
-    def store(self, token_ids: TokenArray, pages: list[int]) -> None:
+    def check(self) -> None:
+        pass
+
+    def store(self, token_ids: TokenArray, pages: Sequence[int], prefix: Prefix) -> Prefix:
         assert self.pool is not None
         new = [page for page in pages if page not in self.pages]
         self.pool.share(new)
         self.pages.extend(new)
+        return prefix
 
     def evict(self, num_pages: int) -> list[int]:
         assert self.pool is not None
@@ -165,7 +173,7 @@ class CacheThatEvictsPagesInUse:
 Make = Callable[[SchedulerConfig, Device, ExactModel, ExactAttention], Runtime]
 
 
-def _make(**types: type) -> Make:
+def _make(**types: object) -> Make:
     def make(config: SchedulerConfig, device: Device, model: ExactModel, attention: ExactAttention) -> Runtime:
         return Runtime(config, device, model, attention, **types)  # type: ignore[arg-type]
 
@@ -191,7 +199,9 @@ def _make_with_evicting_cache(
 
 
 def _make_unmonitored(config: SchedulerConfig, device: Device, model: ExactModel, attention: ExactAttention) -> Runtime:
-    runtime = Runtime(config, device, model, attention, scheduler_type=SchedulerThatMiscountsSteps)
+    runtime = Runtime(
+        config, device, model, attention, scheduler_type=partial(Scheduler, lifecycle_type=LifecycleThatMiscountsSteps)
+    )
     runtime.scheduler.monitor = None
     return runtime
 
@@ -210,11 +220,17 @@ REMOVALS = {
     "plan not awaited": Removal(Hazard.raw_plan, _make(engine_type=EngineThatDoesNotAwaitThePlan)),
     "results not awaited": Removal(Hazard.raw_results, _make(loop_type=LoopThatDoesNotWaitForResults)),
     "one staging buffer": Removal(Hazard.war_staging, _make(engine_type=EngineWithOneStagingBuffer)),
-    "released at once": Removal(Hazard.war_pages_and_slots, _make(scheduler_type=SchedulerThatReleasesAtOnce)),
+    "released at once": Removal(
+        Hazard.war_pages_and_slots, _make(scheduler_type=partial(Scheduler, lifecycle_type=LifecycleThatReleasesAtOnce))
+    ),
     "steps miscounted": Removal(Hazard.war_pages_and_slots, _make_unmonitored),
-    "dead rows kept": Removal(Hazard.state_one_step_late, _make(scheduler_type=SchedulerThatKeepsDeadRows)),
+    "dead rows kept": Removal(
+        Hazard.state_one_step_late, _make(scheduler_type=partial(Scheduler, lifecycle_type=LifecycleThatKeepsDeadRows))
+    ),
     "aborted and released": Removal(
-        Hazard.abort_in_flight, _make(scheduler_type=SchedulerThatReleasesAbortedAtOnce), aborts=True
+        Hazard.abort_in_flight,
+        _make(scheduler_type=partial(Scheduler, lifecycle_type=LifecycleThatReleasesAbortedAtOnce)),
+        aborts=True,
     ),
     "no token feedback": Removal(Hazard.token_feedback, _make(engine_type=EngineThatFeedsNothingBack)),
     "eviction in use": Removal(Hazard.eviction, _make_with_evicting_cache, pages=9),
@@ -224,7 +240,8 @@ REMOVALS = {
         Hazard.deferred_release_against_preemption, _make(scheduler_type=SchedulerThatNeverWaitsForReleases), pages=9
     ),
     "retiring counted": Removal(
-        Hazard.retiring_in_admission_counts, _make(scheduler_type=SchedulerThatCountsRetiringRequests)
+        Hazard.retiring_in_admission_counts,
+        _make(scheduler_type=partial(Scheduler, lifecycle_type=LifecycleThatCountsRetiringRequests)),
     ),
     "scheduled first": Removal(Hazard.first_token_kept_waiting, _make(loop_type=LoopThatSchedulesFirst)),
 }

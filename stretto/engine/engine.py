@@ -61,8 +61,18 @@ class Engine:
     (overlap depth 0) both are one stream.
     """
 
-    def __init__(self, config: SchedulerConfig, device: Device, model: StepModel, attention: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        device: Device,
+        model: StepModel,
+        attention: AttentionBackend,
+        *,
+        checked: bool = False,
+    ) -> None:
+        """`checked`: results carry the device's lengths, and released pages and rows are poisoned."""
         self.config = config
+        self._checked = checked
         self.device = device
         self.model = model
         self.attention = attention
@@ -73,6 +83,7 @@ class Engine:
         self.sampled = SampledOut.allocate(config.max_rows, config.max_logprobs, device.torch_device)
         self._events = [(device.event(timing=True), device.event(timing=True)) for _ in range(config.overlap_depth + 3)]
         """(begin, copy-done) of the steps in turn; two more than can be in flight, for who looks at the last ones."""
+        self._lengths_B = torch.zeros(config.max_rows, dtype=torch.int64, device=device.torch_device)
         self._arange = torch.arange(config.max_num_batched_tokens + 1, device=device.torch_device)
 
     def launch(self, plan: StepPlan) -> InFlightStep:
@@ -96,8 +107,9 @@ class Engine:
         self.device.host_access(reads=(step.entry.results_region,))
         results, count = step.entry.results, len(step.plan.sampled_S)
         tokens_S = cast(IntArray, results.tokens_S.array)[:count]
+        lengths_B = cast(IntArray, results.lengths_B.array)[: len(step.plan.slots_B)] if self._checked else None
         if step.plan.mix.num_logprobs < 0:
-            return StepResults(tokens_S)
+            return StepResults(tokens_S, lengths_B=lengths_B)
         tops = step.plan.mix.num_logprobs
         return StepResults(
             tokens_S,
@@ -105,6 +117,7 @@ class Engine:
             cast(IntArray, results.rank_S.array)[:count],
             cast(IntArray, results.top_ids_SL.array)[:count, :tops],
             cast(npt.NDArray[np.float32], results.top_logprobs_SL.array)[:count, :tops],
+            lengths_B,
         )
 
     def _stage(self, entry: RingEntry, layout: PlanLayout) -> None:
@@ -127,11 +140,9 @@ class Engine:
     def _return_results(self, plan: StepPlan, entry: RingEntry) -> None:
         """Copy the results into pinned memory."""
         self.stream.run(
-            _copy_results,
+            self._copy_results,
+            plan,
             entry.results,
-            self.sampled,
-            len(plan.sampled_S),
-            plan.mix.num_logprobs,
             access=lambda: Access(reads=(("results.device", 0),), writes=(entry.results_region,)),
         )
 
@@ -182,6 +193,8 @@ class Engine:
             hidden_SD = hidden_TD[query_start_B1[1:][sampled_S] - 1] if layout.num_prefill else hidden_TD
             self._sample(plan, self.model.logits(hidden_SD), slot_B[sampled_S], context_B[sampled_S])
         tables.length_R[slot_B] = context_B
+        if self._checked:
+            self._lengths_B[: layout.num_rows] = tables.length_R[slot_B]
 
     def _sample(self, plan: StepPlan, logits_SV: torch.Tensor, slot_S: torch.Tensor, position_S: torch.Tensor) -> None:
         """Choose tokens and write them where the next step reads its input (token feedback)."""
@@ -193,6 +206,17 @@ class Engine:
         """Write sampled tokens into the token table; a failed row (-1) gets id 0, its request has ended anyway."""
         self.tables.token_ids_RL[slot_S, position_S] = tokens_S.clamp(min=0)
 
+    def _copy_results(self, plan: StepPlan, host: ResultBuffers) -> None:
+        device, count, rows = self.sampled, len(plan.sampled_S), len(plan.slots_B)
+        host.tokens_S.tensor[:count].copy_(device.tokens_S[:count], non_blocking=True)
+        if plan.mix.num_logprobs >= 0:
+            host.logprob_S.tensor[:count].copy_(device.logprob_S[:count], non_blocking=True)
+            host.rank_S.tensor[:count].copy_(device.rank_S[:count], non_blocking=True)
+            host.top_ids_SL.tensor[:count].copy_(device.top_ids_SL[:count], non_blocking=True)
+            host.top_logprobs_SL.tensor[:count].copy_(device.top_logprobs_SL[:count], non_blocking=True)
+        if self._checked:
+            host.lengths_B.tensor[:rows].copy_(self._lengths_B[:rows], non_blocking=True)
+
     def _step_access(self, plan: StepPlan, entry: RingEntry) -> Access:
         """The shared regions that `_step` touches, for a checking device."""
         size, width = self.config.page_size, self.config.max_model_len + 1
@@ -202,6 +226,7 @@ class Engine:
             *(("row", slot) for slot in plan.slots_B.tolist() if slot not in fresh),
         ]
         writes: list[Region] = [("results.device", 0), *(("row", slot) for slot in plan.slots_B.tolist())]
+        begun: set[Region] = set()  # pages first written here: a row that shares them reads what this step writes
         for row, slot in enumerate(plan.slots_B.tolist()):
             start, new = int(plan.start_B[row]), int(plan.num_new_B[row])
             if row < plan.num_decode:
@@ -209,16 +234,26 @@ class Engine:
             else:
                 writes.extend(("token", slot * width + start + i) for i in range(new))
             pages = self.pages_of(plan, row)
+            begun.update(("page", page) for page in pages[-(-start // size) :])
             reads.extend(("page", page) for page in pages[: -(-start // size)])
             writes.extend(("page", page) for page in pages[start // size :])
         writes.extend(self.fed_back(plan))
-        return Access(tuple(reads), tuple(writes))
+        return Access(tuple(region for region in reads if region not in begun), tuple(writes))
 
     def fed_back(self, plan: StepPlan) -> list[Region]:
         """Where `feed_back` writes."""
         width = self.config.max_model_len + 1
         positions = zip(plan.slots_B[plan.sampled_S].tolist(), plan.position_S.tolist(), strict=True)
         return [("token", slot * width + position) for slot, position in positions]
+
+    def poison(self, slot: int, pages: list[int]) -> None:
+        """Fill what was released with garbage, after all launched steps (only when everything is checked)."""
+        self.stream.run(self._poison, slot, pages)
+
+    def _poison(self, slot: int, pages: list[int]) -> None:
+        self.tables.poison_row(slot)
+        for page in pages:
+            self.attention.poison_page(page)
 
     def pages_of(self, plan: StepPlan, row: int) -> list[int]:
         """Pages that row `row` uses in this step (host copy; a checking device makes the scheduler carry it)."""
@@ -230,12 +265,3 @@ class Engine:
 
 def _copy_words(device: torch.Tensor, host: torch.Tensor, count: int) -> None:
     device[:count].copy_(host[:count], non_blocking=True)
-
-
-def _copy_results(host: ResultBuffers, device: SampledOut, count: int, num_logprobs: int) -> None:
-    host.tokens_S.tensor[:count].copy_(device.tokens_S[:count], non_blocking=True)
-    if num_logprobs >= 0:
-        host.logprob_S.tensor[:count].copy_(device.logprob_S[:count], non_blocking=True)
-        host.rank_S.tensor[:count].copy_(device.rank_S[:count], non_blocking=True)
-        host.top_ids_SL.tensor[:count].copy_(device.top_ids_SL[:count], non_blocking=True)
-        host.top_logprobs_SL.tensor[:count].copy_(device.top_logprobs_SL[:count], non_blocking=True)

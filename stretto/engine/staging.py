@@ -14,7 +14,6 @@ import torch
 
 from stretto.config import SchedulerConfig
 from stretto.device.base import Device, Event, HostBuffer, Region
-from stretto.request import Request
 from stretto.scheduler.batch import StepPlan
 
 ADMISSION_WORDS = 9
@@ -74,21 +73,23 @@ def pack(plan: StepPlan, layout: PlanLayout, out: npt.NDArray[np.int32]) -> None
         plan.page_slot_U,
         plan.page_index_U,
         plan.page_id_U,
-        _pack_admissions(plan.admitted, layout) if plan.admitted else _NOTHING,
+        _pack_admissions(plan, layout) if plan.admitted else _NOTHING,
         plan.prefill_tokens,
     ]
     np.concatenate(parts, axis=0, out=out[: layout.num_words], casting="same_kind")
 
 
-def _pack_admissions(admitted: tuple[Request, ...], layout: PlanLayout) -> npt.NDArray[np.int32]:
+def _pack_admissions(plan: StepPlan, layout: PlanLayout) -> npt.NDArray[np.int32]:
+    """Admitted requests are the last rows of the plan, in its order."""
+    start_A = plan.start_B[len(plan.start_B) - layout.num_admitted :].tolist()
     words = np.full((layout.num_admitted, ADMISSION_WORDS + layout.stop_width), -1, np.int32)
-    for row, request in zip(words, admitted, strict=True):
+    for row, request, start in zip(words, plan.admitted, start_A, strict=True):
         params = request.params
         seed = request.seed & (2**64 - 1)
         row[:6] = np.array(
             [
                 request.slot,
-                0 if request.prefix is None else request.prefix.num_tokens,
+                start,
                 min(max(params.top_k, 0), 2**31 - 1),
                 seed & 0xFFFFFFFF,
                 seed >> 32,
@@ -110,6 +111,8 @@ class ResultBuffers:
     rank_S: HostBuffer
     top_ids_SL: HostBuffer
     top_logprobs_SL: HostBuffer
+    lengths_B: HostBuffer
+    """Of all rows; only when everything is checked."""
 
     @classmethod
     def pinned(cls, device: Device, config: SchedulerConfig) -> ResultBuffers:
@@ -121,6 +124,7 @@ class ResultBuffers:
             device.pinned((rows,), torch.int64),
             device.pinned((rows, tops), torch.int64),
             device.pinned((rows, tops), torch.float32),
+            device.pinned((rows,), torch.int64),
         )
 
 

@@ -11,6 +11,9 @@ from stretto.config import SchedulerConfig
 from stretto.engine.sampler import SamplingMix, SamplingRows
 from stretto.engine.staging import ADMISSION_WORDS
 
+POISON = 2**40
+"""Token id and length of a poisoned row: out of range everywhere."""
+
 
 class DeviceTables:
     """One row per slot; row 0 is padding. The host keeps exact mirrors in `scheduler.slots.SlotTable`."""
@@ -50,6 +53,12 @@ class DeviceTables:
     def set_pages(self, slot_U: torch.Tensor, index_U: torch.Tensor, page_U: torch.Tensor) -> None:
         """Enter new pages into the page tables."""
         self.page_table_RM[slot_U, index_U] = page_U
+
+    def poison_row(self, slot: int) -> None:
+        """Make a released row useless: no valid token, no page, no length."""
+        self.token_ids_RL[slot] = POISON
+        self.page_table_RM[slot] = 0
+        self.length_R[slot] = POISON
 
     def sampling_rows(self, slot_S: torch.Tensor, position_S: torch.Tensor, mix: SamplingMix) -> SamplingRows:
         """Sampling parameters of the sampled rows; what `mix` says is unused is not gathered."""

@@ -68,6 +68,8 @@ class StepResults:
     rank_S: IntArray | None = None
     top_ids_SL: IntArray | None = None
     top_logprobs_SL: npt.NDArray[np.float32] | None = None
+    lengths_B: IntArray | None = None
+    """Lengths of the step's rows after it as the device has them (only when everything is checked)."""
 
 
 @dataclass(frozen=True, slots=True)

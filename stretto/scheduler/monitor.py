@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stretto.device.hazards import Hazard, HazardError
 from stretto.request import FinishReason, Request, RequestState
-from stretto.scheduler.batch import StepOutput, StepPlan
+from stretto.scheduler.batch import StepOutput, StepPlan, StepResults
 
 if TYPE_CHECKING:
     from stretto.scheduler.scheduler import Scheduler
@@ -35,7 +35,7 @@ class ScheduleMonitor:
     def scheduled(self, plan: StepPlan) -> None:
         """A plan was made: no row past its end, no position left out or taken twice."""
         for index, position in zip(plan.sampled_S.tolist(), plan.position_S.tolist(), strict=True):
-            request = self._holder(int(plan.slots_B[index]))
+            request = self._scheduler.slots.holder(int(plan.slots_B[index]))
             if position >= request.final_len:
                 raise RuntimeError(
                     f"request {request.uid} samples position {position}, its length is {request.final_len}"
@@ -47,14 +47,14 @@ class ScheduleMonitor:
     def admission_closed(self, budget_left: int) -> None:
         """Nobody else is admitted to this step: nobody may be kept out without need."""
         scheduler = self._scheduler
-        first = scheduler.prefill.first()
+        first = scheduler.lifecycle.prefill.first()
         if first is None or budget_left <= 0 or scheduler.slots.num_free == 0:
             return
         productive = [r for r in self._holders() if r.state in (RequestState.DECODE, RequestState.PREFILL)]
         if len(productive) >= scheduler.config.max_num_seqs:
             return
-        prefix = scheduler.cache.lock(first.token_ids)
-        fits = scheduler.pages.can_admit(first, prefix, scheduler.prefill.running, len(productive))
+        prefix = scheduler.cache.lock(first.token_ids, first.cache_key)
+        fits = scheduler.pages.can_admit(first, prefix, scheduler.lifecycle.prefill.running, len(productive))
         scheduler.cache.unlock(prefix)
         if fits:
             raise HazardError(
@@ -63,13 +63,19 @@ class ScheduleMonitor:
                 "still produce tokens, and slot and pages are there",
             )
 
-    def processed(self, plan: StepPlan, output: StepOutput) -> None:
+    def processed(self, plan: StepPlan, results: StepResults, output: StepOutput) -> None:
         """Results were taken in: each told token is the next of a live request, each end is judged by its own step."""
+        end_B = plan.start_B + plan.num_new_B
+        if results.lengths_B is not None and (results.lengths_B != end_B).any():
+            raise RuntimeError(f"step {plan.index}: the device's lengths are {results.lengths_B}, the host's {end_B}")
         for uid in output.uids.tolist():
             if uid in self._ended:
                 raise HazardError(Hazard.state_one_step_late, f"request {uid} has ended, but gets a token")
             self._told[uid] = self._told.get(uid, 0) + 1
         self.ended(output.finished)
+        for request in self._holders():
+            if request.state is RequestState.FINISHED and self._scheduler.slots.active[request.slot]:
+                raise HazardError(Hazard.state_one_step_late, f"request {request.uid} has ended, but results count")
 
     def ended(self, finished: Iterable[Request]) -> None:
         """Terminal results were told."""
@@ -126,9 +132,3 @@ class ScheduleMonitor:
 
     def _holders(self) -> list[Request]:
         return [request for request in self._scheduler.slots.requests if request is not None]
-
-    def _holder(self, slot: int) -> Request:
-        request = self._scheduler.slots.requests[slot]
-        if request is None:
-            raise RuntimeError(f"slot {slot} is in a plan, but no request holds it")
-        return request

@@ -5,7 +5,8 @@ Gives pages out and takes them back through the pool and the prefix cache; decid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -57,10 +58,7 @@ class PageBook:
         if not self.has_room(total):
             return False
         for slot in lacking.tolist():
-            request = slots.requests[slot]
-            if request is None:
-                raise RuntimeError(f"slot {slot} decodes, but no request holds it")
-            self.give(request, 1)
+            self.give(slots.holder(slot), 1)
         for chunk, need in zip(chunks, needs, strict=True):
             self.give(chunk.request, need)
         return True
@@ -77,9 +75,15 @@ class PageBook:
         """Pages that are free or could be evicted from the cache."""
         return self.pool.num_free + self._cache.num_evictable
 
-    def num_coming(self, leaving: Iterable[Request]) -> int:
-        """Pages that become available once these requests are released."""
-        return sum(sum(self.pool.references(page) == 1 for page in request.pages) for request in leaving)
+    def num_coming(self, leaving: Sequence[Request]) -> int:
+        """Pages that become available once these requests are released: free, or held by the cache alone."""
+        holders = Counter(page for request in leaving for page in request.pages)
+        shared = {page for request in leaving for page in request.pages[: self._num_shared(request)]}
+        return sum(self.pool.references(page) - count <= (page in shared) for page, count in holders.items())
+
+    def _num_shared(self, request: Request) -> int:
+        """How many of the request's first pages have equals in the cache."""
+        return 0 if request.prefix is None else request.prefix.num_tokens // self._page_size
 
     def can_admit(self, request: Request, prefix: Prefix, prefilling: Sequence[Request], num_running: int) -> bool:
         """Whether a waiting request's whole prompt fits now, beside what the running ones need soon.
@@ -133,15 +137,6 @@ class PageBook:
         freed = self.pool.give_back(request.pages)
         request.pages.clear()
         return freed
-
-    def check(self, holders: dict[int, int]) -> None:
-        """Raise RuntimeError unless the pool is sound and each page has as many holders as it counts."""
-        self.pool.check()
-        for page in range(1, self.pool.num_pages):
-            if self.pool.references(page) != holders.get(page, 0):
-                raise RuntimeError(
-                    f"page {page}: the pool counts {self.pool.references(page)} holders, there are {holders.get(page, 0)}"
-                )
 
     def _pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)

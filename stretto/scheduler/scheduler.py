@@ -1,11 +1,12 @@
-"""Scheduler: decides what each step computes and owns every request from arrival to release.
+"""Scheduler: decides what each step computes. Host only: it never touches a device tensor.
 
-Host only: it never touches a device tensor. What a step costs here depends on what changed, not on what runs.
+What a step costs here depends on what changed, not on what runs. Who a request is and when it may let go of what it
+holds is lifecycle.py's; how results are taken in is results.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,23 +14,21 @@ from stretto.cache.base import PrefixCache
 from stretto.cache.page_pool import PagePool
 from stretto.config import SchedulerConfig
 from stretto.device.base import Device, Region
-from stretto.request import FinishReason, Request, RequestState, TokenArray, TokenLogprobs
-from stretto.scheduler.batch import BoolArray, IntArray, StepOutput, StepPlan, StepResults
-from stretto.scheduler.decode import DecodeManager
+from stretto.request import FinishReason, Request, RequestState, TokenArray
+from stretto.scheduler.batch import IntArray, StepOutput, StepPlan, StepResults
+from stretto.scheduler.integrity import check_integrity
+from stretto.scheduler.lifecycle import Hooks, Lifecycle
 from stretto.scheduler.monitor import ScheduleMonitor
 from stretto.scheduler.pages import PageBook
-from stretto.scheduler.prefill import Chunk, PrefillManager
+from stretto.scheduler.prefill import Chunk
+from stretto.scheduler.results import take_in
 from stretto.scheduler.slots import SlotTable
 
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 class Scheduler:
-    """Prefill and decode of all requests over one page pool.
-
-    A request's slot and pages are released by `release` alone, once it needs them no more *and* no launched step that
-    holds it is unprocessed (I2).
-    """
+    """Prefill and decode of all requests over one page pool."""
 
     def __init__(
         self,
@@ -39,69 +38,51 @@ class Scheduler:
         cache: PrefixCache,
         *,
         wants_host_pages: bool = False,
-        monitored: bool = False,
+        checked: bool = False,
+        on_released: Callable[[int, list[int]], None] | None = None,
+        lifecycle_type: type[Lifecycle] = Lifecycle,
     ) -> None:
         """`wants_host_pages`: steps carry a host copy of the rows' page tables (`AttentionBackend` says so).
 
-        `monitored`: check every decision as it is made (slow).
+        `checked`: check every decision as it is made and walk everything after each step (slow). `on_released` is told
+        each slot and the pages that change hands (slot 0: pages of the cache alone).
+        `lifecycle_type` can be replaced to study what a guard is worth.
         """
         self.config = config
         self.device = device
         self.slots = SlotTable(config)
         self.cache = cache
-        self.prefill = PrefillManager()
-        self.decode = DecodeManager()
         self.pages = PageBook(
             config, self.slots, pool, cache, on_taken=self._pages_taken, on_evicted=self._pages_evicted
         )
-        self.num_preemptions = 0
+        self.monitor = ScheduleMonitor(self) if checked else None
+        hooks = Hooks(acquired=self._slot_taken, released=self._released)
+        self.lifecycle = lifecycle_type(self.slots, self.pages, cache, hooks, self.monitor)
         self.num_prefill_tokens = 0
-        self.monitor = ScheduleMonitor(self) if monitored else None
         self._wants_host_pages = wants_host_pages
-        self._leaving: dict[int, Request] = {}
-        """Requests that will be released once their launched steps are processed, by uid."""
-        self._ended: list[Request] = []
-        """Ended since the last output: their terminal results are still to be told."""
+        self._on_released = on_released
         self._num_steps = 0
         self._admitted: list[Request] = []
 
-    # -- arrivals and ends ------------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request, already validated against the config."""
-        request.token_ids = request.prompt_ids
-        self.prefill.wait(request)
+        self.lifecycle.arrive(request)
 
     def end(self, request: Request, reason: FinishReason, num_output: int | None = None) -> None:
-        """End a request from outside: an abort, or a stop string that its first `num_output` tokens complete.
-
-        Idempotent: a request that has ended stays as it ended. Only marks; the release follows I2.
-        """
-        if request.state is RequestState.FINISHED:
-            return
-        if num_output is not None:
-            self._cut_output(request, num_output)
-        self._finish(request, reason)
-
-    def _cut_output(self, request: Request, num_output: int) -> None:
-        """Drop output tokens after the first `num_output`."""
-        if request.slot:
-            self.slots.num_output[request.slot] = min(int(self.slots.num_output[request.slot]), num_output)
-        else:
-            request.num_output = min(request.num_output, num_output)
-            request.token_ids = request.token_ids[: len(request.prompt_ids) + request.num_output]
-        if request.logprobs is not None:
-            del request.logprobs[num_output:]
+        """End a request from outside; see `Lifecycle.end`."""
+        self.lifecycle.end(request, reason, num_output)
 
     @property
     def num_running(self) -> int:
-        """Requests that may still produce tokens by further steps: what admission counts."""
-        return len(self.prefill.running) + len(self.decode)
+        """Requests that may still produce tokens by further steps."""
+        return self.lifecycle.num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot."""
-        return self.prefill.num_waiting
+        return self.lifecycle.prefill.num_waiting
 
     @property
     def runnable(self) -> bool:
@@ -111,21 +92,21 @@ class Scheduler:
     @property
     def has_ended(self) -> bool:
         """Whether terminal results wait to be told."""
-        return bool(self._ended)
+        return self.lifecycle.has_ended
 
     # -- scheduling -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run now. Its rows count as launched from here on. hot path"""
         budget = self.config.max_num_batched_tokens
-        decode = self.decode.slots
+        decode = self.lifecycle.decode.slots
         if self.config.batch_policy == "mixed":
             decode, chunks = self._reserve(decode, self._continue_prefill(budget - len(decode)))
             chunks += self._admit(budget - len(decode) - sum(chunk.num_tokens for chunk in chunks))
         else:
             _, chunks = self._reserve(decode[:0], self._continue_prefill(budget))
             chunks += self._admit(budget - sum(chunk.num_tokens for chunk in chunks))
-            decode = decode[:0] if chunks else self._reserve(decode, [])[0]
+            decode = decode[:0] if chunks else self._reserve(self.lifecycle.decode.slots, [])[0]
         if not len(decode) and not chunks:
             return None
         plan = self._launchable(decode, chunks)
@@ -136,7 +117,7 @@ class Scheduler:
     def _continue_prefill(self, budget: int) -> list[Chunk]:
         """Next chunks of the prompts being computed, oldest first, within `budget` tokens."""
         chunks: list[Chunk] = []
-        for request in self.prefill.running:
+        for request in self.lifecycle.prefill.running:
             if budget <= 0:
                 break
             remaining = int(self.slots.target[request.slot] - self.slots.length[request.slot])
@@ -146,9 +127,11 @@ class Scheduler:
 
     def _reserve(self, decode: IntArray, chunks: list[Chunk]) -> tuple[IntArray, list[Chunk]]:
         """Give pages to the rows; returns those that got what they need."""
-        if self.pages.reserve(decode, chunks):
-            return decode, chunks
-        return self._reserve_under_pressure(decode, chunks)
+        if not self.pages.reserve(decode, chunks):
+            decode, chunks = self._reserve_under_pressure(decode, chunks)
+        for chunk in chunks:
+            self.lifecycle.chunk_scheduled(chunk)
+        return decode, chunks
 
     def _reserve_under_pressure(self, decode: IntArray, chunks: list[Chunk]) -> tuple[IntArray, list[Chunk]]:
         """Not enough pages for all: oldest first, each row takes what is free, else waits, else preempts the latest.
@@ -156,7 +139,7 @@ class Scheduler:
         Strict order makes it live: the oldest request can always take from every other one, so it always finishes.
         Once a row has to wait, no later row may take pages before it.
         """
-        rows = [Chunk(request, 1) for request in map(self.slots.requests.__getitem__, decode) if request] + chunks
+        rows = [Chunk(self.slots.holder(slot), 1) for slot in decode.tolist()] + chunks
         rows.sort(key=lambda row: row.request.order)
         served: set[int] = set()
         must_wait = False
@@ -167,8 +150,7 @@ class Scheduler:
             if need and (must_wait or not self._make_room(row.request, need)):
                 must_wait = True
                 continue
-            if need:
-                self.pages.give(row.request, need)
+            self.pages.give(row.request, need)
             served.add(row.request.slot)
         still = np.fromiter((slot in served for slot in decode.tolist()), np.bool_, len(decode))
         return decode[still], [chunk for chunk in chunks if chunk.request.slot in served]
@@ -178,48 +160,33 @@ class Scheduler:
         while not self.pages.has_room(need):
             if self._awaits_release(need):
                 return False
-            victim = max([*self._decoding(), *self.prefill.running], key=lambda r: r.order)
-            self._preempt(victim, need)
+            decoding = [self.slots.holder(slot) for slot in self.lifecycle.decode.slots.tolist()]
+            victim = max([*decoding, *self.lifecycle.prefill.running], key=lambda r: r.order)
+            self.lifecycle.preempt(victim, need)
             if victim is request:
                 return False
         return True
 
-    def _decoding(self) -> list[Request]:
-        return [request for request in map(self.slots.requests.__getitem__, self.decode.slots) if request]
-
     def _awaits_release(self, need: int) -> bool:
         """Whether pages about to be released cover the need: then waiting for that step is better than preempting."""
-        return self.pages.num_available + self.pages.num_coming(self._leaving.values()) >= need
-
-    def _preempt(self, request: Request, need: int) -> None:
-        """Make `request` give its pages back and compute again later; results of its launched steps still count."""
-        if self.monitor is not None:
-            self.monitor.preempting(request, need)
-        self._leave_batch(request)
-        request.state = RequestState.PREEMPTING
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._leave_when_processed(request)
+        return self.pages.num_available + self.pages.num_coming(self.lifecycle.leaving) >= need
 
     def _admit(self, budget: int) -> list[Chunk]:
         """Give slots to waiting requests, first come first served, by what they need now (not by `max_tokens`)."""
         chunks: list[Chunk] = []
+        lifecycle = self.lifecycle
         while budget > 0 and self.num_running < self.config.max_num_seqs and self.slots.num_free:
-            request = self.prefill.first()
+            request = lifecycle.prefill.first()
             if request is None:
                 break
-            prefix = self.cache.lock(request.token_ids)
-            if not self.pages.can_admit(request, prefix, self.prefill.running, self.num_running):
+            prefix = self.cache.lock(request.token_ids, request.cache_key)
+            if not self.pages.can_admit(request, prefix, lifecycle.prefill.running, self.num_running):
                 self.cache.unlock(prefix)
                 break
-            request.slot = self.slots.acquire(request)
-            self._slot_taken(request)
-            self.prefill.admit(request)
-            self.pages.adopt(request, prefix)
-            if request.num_preemptions == 0:
-                request.num_cached = prefix.num_tokens
+            lifecycle.admit(request, prefix)
             chunk = Chunk(request, min(len(request.token_ids) - prefix.num_tokens, budget))
             self.pages.give(request, self.pages.needed(chunk))
+            lifecycle.chunk_scheduled(chunk)
             self._admitted.append(request)
             chunks.append(chunk)
             budget -= chunk.num_tokens
@@ -268,7 +235,10 @@ class Scheduler:
         self._admitted.clear()
         slots.length[slots_B] = end_B
         slots.in_flight[slots_B] += 1
-        self._advance_states(chunks, sampled_slots[is_last_S])
+        for chunk in chunks:
+            self.lifecycle.chunk_launched(chunk.request)
+        for slot in sampled_slots[is_last_S].tolist():
+            self.lifecycle.last_step_launched(slots.holder(slot))
         return plan
 
     def _chunk_tokens(self, chunks: list[Chunk]) -> TokenArray:
@@ -281,166 +251,33 @@ class Scheduler:
             parts.append(self.slots.tokens[slot, start : start + chunk.num_tokens])
         return np.concatenate(parts)
 
-    def _advance_states(self, chunks: list[Chunk], last_slots: IntArray) -> None:
-        """Prompts wholly launched go on to decode; requests whose last step is launched leave the batch."""
-        for chunk in chunks:
-            request = chunk.request
-            length = int(self.slots.length[request.slot])
-            if length == self.slots.target[request.slot]:
-                self.prefill.leave(request)
-                request.state = RequestState.DECODE
-                self.decode.join(request)
-                self.cache.store(request.token_ids, request.pages)
-        for slot in last_slots.tolist():
-            request = self._holder(slot)
-            self.decode.leave(request)
-            request.state = RequestState.RETIRING
-            self._leaving[request.uid] = request
-
-    def _holder(self, slot: int) -> Request:
-        request = self.slots.requests[slot]
-        if request is None:
-            raise RuntimeError(f"slot {slot} is in a launched step, but no request holds it")
-        return request
-
     # -- results ----------------------------------------------------------------------------------------------------
 
     def process(self, plan: StepPlan, results: StepResults) -> StepOutput:
-        """Take in the results of the oldest launched step: tokens, ends, releases. hot path
-
-        Results for requests that have ended already (end-of-sequence found late, abort) are dropped here, before
-        anything is reported or counted.
-        """
-        slots = self.slots
-        slots.in_flight[plan.slots_B] -= 1
-        slots_S = plan.slots_B[plan.sampled_S]
-        alive_S = slots.active[slots_S]
-        tokens_S, position_S, is_last_S = results.tokens_S, plan.position_S, plan.is_last_S
-        if not alive_S.all():
-            slots_S, tokens_S = slots_S[alive_S], tokens_S[alive_S]
-            position_S, is_last_S = position_S[alive_S], is_last_S[alive_S]
-        failed_S = tokens_S < 0
-        slots.tokens[slots_S, position_S] = tokens_S
+        """Take in the results of the oldest launched step. hot path"""
+        uids, tokens = take_in(plan, results, self.slots, self.lifecycle)
+        output = StepOutput(plan.index, uids, tokens, self.lifecycle.take_ended())
         if self.device.checking:
-            self.device.host_access(writes=self._history_regions(slots_S, position_S))
-        stop_S = (slots.stop_ids[slots_S] == tokens_S[:, None]).any(axis=1) & ~failed_S
-        uids = slots.uid[slots_S]
-        slots.num_output[slots_S] = position_S + 1 - slots.prompt_len[slots_S] - failed_S
-        if plan.mix.num_logprobs >= 0:
-            self._keep_logprobs(slots_S, results, alive_S, failed_S)
-        for row in np.flatnonzero(stop_S | is_last_S | failed_S).tolist():
-            request = self._holder(int(slots_S[row]))
-            if failed_S[row]:
-                self._finish(request, FinishReason.ERROR)
-            elif stop_S[row]:
-                request.stop_token = int(tokens_S[row])
-                self._finish(request, FinishReason.STOP)
-            else:
-                self._finish(request, FinishReason.LENGTH)
-        if failed_S.any():
-            uids, tokens_S = uids[~failed_S], tokens_S[~failed_S]
-        self._release_processed()
-        output = StepOutput(plan.index, uids, tokens_S.astype(np.int32), self._take_ended())
+            sampled = plan.slots_B[plan.sampled_S]
+            held = self.slots.held(sampled)
+            self.device.host_access(writes=self._history_regions(sampled[held], plan.position_S[held]))
         if self.monitor is not None:
-            self.monitor.processed(plan, output)
+            self.monitor.processed(plan, results, output)
+            self.check()
         return output
 
     def ended(self) -> StepOutput:
         """Terminal results of requests that ended without a step (aborts)."""
-        finished = self._take_ended()
+        finished = self.lifecycle.take_ended()
         if self.monitor is not None:
             self.monitor.ended(finished)
         return StepOutput(-1, np.empty(0, np.int64), _NO_TOKENS, finished)
 
-    def _take_ended(self) -> tuple[Request, ...]:
-        ended = tuple(self._ended)
-        self._ended.clear()
-        return ended
+    def check(self) -> None:
+        """Walk everything; raises IntegrityError with a readable report at the first thing that does not add up."""
+        check_integrity(self)
 
-    def _keep_logprobs(self, slots_S: IntArray, results: StepResults, alive_S: BoolArray, failed_S: BoolArray) -> None:
-        """Keep the log-probabilities of the rows that asked, each with as many tops as it asked for."""
-        if results.logprob_S is None or results.rank_S is None:
-            raise RuntimeError("log-probabilities were asked for, but the step carries none")
-        rows = np.flatnonzero(alive_S)
-        for i in np.flatnonzero(self.slots.wants_logprobs[slots_S] & ~failed_S).tolist():
-            request, row = self._holder(int(slots_S[i])), int(rows[i])
-            wanted = request.params.logprobs or 0
-            kept = TokenLogprobs(
-                float(results.logprob_S[row]),
-                int(results.rank_S[row]),
-                results.top_ids_SL[row, :wanted].tolist() if results.top_ids_SL is not None else [],
-                results.top_logprobs_SL[row, :wanted].tolist() if results.top_logprobs_SL is not None else [],
-            )
-            if request.logprobs is None:
-                raise RuntimeError(f"request {request.uid} has no place for its log-probabilities")
-            request.logprobs.append(kept)
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        """Give `request` its one finish reason. Later results for it are dropped."""
-        was = request.state
-        if was is RequestState.FINISHED:
-            if self.monitor is not None:
-                self.monitor.ended_again(request)
-            raise RuntimeError(f"request {request.uid} ended twice")
-        self._leave_batch(request)
-        request.state = RequestState.FINISHED
-        request.finish_reason = reason
-        self._ended.append(request)
-        if was is RequestState.WAITING:
-            self.prefill.forget(request)
-        else:
-            self.slots.active[request.slot] = False
-            self._save_tokens(request)
-            self._leave_when_processed(request)
-
-    def _save_tokens(self, request: Request) -> None:
-        """Keep prompt and output with the request, beyond its slot."""
-        request.token_ids = self.slots.known_tokens(request)
-        request.num_output = int(self.slots.num_output[request.slot])
-
-    def _leave_batch(self, request: Request) -> None:
-        if request.state is RequestState.DECODE:
-            self.decode.leave(request)
-        elif request.state is RequestState.PREFILL:
-            self.prefill.leave(request)
-
-    # -- release (I2) -----------------------------------------------------------------------------------------------
-
-    def _leave_when_processed(self, request: Request) -> None:
-        """Release `request` now if no launched step holds it, else once the last such step is processed."""
-        if self.slots.in_flight[request.slot] == 0:
-            self.release(request)
-        else:
-            self._leaving[request.uid] = request
-
-    def _release_processed(self) -> None:
-        for request in [r for r in self._leaving.values() if self.slots.in_flight[r.slot] == 0]:
-            self.release(request)
-
-    def release(self, request: Request) -> None:
-        """Return the request's slot and pages. The only place that does.
-
-        Legal once: the request is finished or preempted and no launched step that holds it is unprocessed (I2).
-        """
-        slot = request.slot
-        if self.monitor is not None:
-            self.monitor.releasing(request)
-        if request.state not in (RequestState.FINISHED, RequestState.PREEMPTING) or self.slots.in_flight[slot]:
-            raise RuntimeError(
-                f"request {request.uid} is released in state {request.state} with {self.slots.in_flight[slot]} "
-                "launched steps that hold it"
-            )
-        self._leaving.pop(request.uid, None)
-        if request.state is RequestState.PREEMPTING:
-            self._save_tokens(request)
-        self._offer_to_cache(request)
-        freed = self.pages.take_back(request)
-        self.slots.free(slot)
-        request.slot = 0
-        self.device.released([*self._slot_regions(slot), *(("page", page) for page in freed)])
-        if request.state is RequestState.PREEMPTING:
-            request.state = RequestState.WAITING
-            self.prefill.wait(request)
+    # -- what a checking device is told -----------------------------------------------------------------------------
 
     def _pages_taken(self, pages: list[int]) -> None:
         self.device.taken([("page", page) for page in pages])
@@ -449,7 +286,19 @@ class Scheduler:
         """The prefix cache gave up pages that nobody else holds."""
         if self.monitor is not None:
             self.monitor.evicted(pages)
-        self.device.released([("page", page) for page in pages])
+        self._released(0, pages)
+
+    def _released(self, slot: int, pages: list[int]) -> None:
+        regions = [] if slot == 0 else self._slot_regions(slot)
+        self.device.released([*regions, *(("page", page) for page in pages)])
+        if self._on_released is not None:
+            self._on_released(slot, pages)
+
+    def _slot_taken(self, request: Request) -> None:
+        if self.device.checking:
+            self.device.taken(self._slot_regions(request.slot))
+            known = np.arange(len(request.token_ids))
+            self.device.host_access(writes=self._history_regions(np.full_like(known, request.slot), known))
 
     def _slot_regions(self, slot: int) -> list[Region]:
         """The shared memory that goes with a slot: its row of the tables, and on a checking device each token of it."""
@@ -459,30 +308,6 @@ class Scheduler:
         cells = range(slot * width, (slot + 1) * width)
         return [("row", slot), *(("token", i) for i in cells), *(("history", i) for i in cells)]
 
-    def _slot_taken(self, request: Request) -> None:
-        if self.device.checking:
-            self.device.taken(self._slot_regions(request.slot))
-            known = np.arange(len(request.token_ids))
-            self.device.host_access(writes=self._history_regions(np.full_like(known, request.slot), known))
-
     def _history_regions(self, slots: IntArray, positions: IntArray) -> list[Region]:
         """Tokens as the host knows them; what works on them must not run ahead of the results."""
         return [("history", i) for i in (slots * self.slots.tokens.shape[1] + positions).tolist()]
-
-    def _offer_to_cache(self, request: Request) -> None:
-        """Offer the KV of valid tokens: never that of a step past the end, nor of one whose logits were no numbers."""
-        if request.finish_reason is not FinishReason.ERROR:
-            valid = min(int(self.slots.length[request.slot]), len(request.token_ids) - 1)
-            self.cache.store(request.token_ids[:valid], request.pages)
-
-    def check(self) -> None:
-        """Raise RuntimeError unless free and held pages and slots add up and every holder is known."""
-        self.slots.check()
-        holders: dict[int, int] = {}
-        requests: Sequence[Request] = [r for r in self.slots.requests if r is not None]
-        for request in requests:
-            for page in request.pages:
-                holders[page] = holders.get(page, 0) + 1
-        for page in self.cache.held():
-            holders[page] = holders.get(page, 0) + 1
-        self.pages.check(holders)

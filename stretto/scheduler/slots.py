@@ -13,7 +13,7 @@ import numpy as np
 from stretto.config import SchedulerConfig
 from stretto.engine.sampler import GREEDY_BELOW, SamplingMix
 from stretto.request import Request, TokenArray
-from stretto.scheduler.batch import IntArray
+from stretto.scheduler.batch import BoolArray, IntArray
 
 
 class SlotTable:
@@ -82,6 +82,17 @@ class SlotTable:
         self._min_tokens[slot] = params.min_tokens > 0 and bool(request.stop_ids)
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         return slot
+
+    def holder(self, slot: int) -> Request:
+        """The request that holds `slot`. Raises RuntimeError when nobody does."""
+        request = self.requests[slot]
+        if request is None:
+            raise RuntimeError(f"slot {slot} is in a step, but no request holds it")
+        return request
+
+    def held(self, slots: IntArray) -> BoolArray:
+        """Which of `slots` a request holds."""
+        return np.array([self.requests[slot] is not None for slot in slots.tolist()], np.bool_)
 
     def known_tokens(self, request: Request) -> TokenArray:
         """Copy of the prompt and the processed output of a request that holds a slot."""
