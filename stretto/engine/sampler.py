@@ -6,6 +6,7 @@ Legend: S sampled rows, V vocabulary, E stop ids of a row (padded), L reported l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,15 +102,22 @@ class SamplingRows:
 
     def slice(self, start: int, stop: int) -> SamplingRows:
         """Views of rows [start, stop)."""
+        return self._map(lambda tensor: tensor[start:stop])
+
+    def to(self, device: torch.device) -> SamplingRows:
+        """Copies on a device. Blocks the host: for tests and benchmarks."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SamplingRows:
         return SamplingRows(
-            temperature_S=self.temperature_S[start:stop],
-            top_k_S=self.top_k_S[start:stop],
-            top_p_S=self.top_p_S[start:stop],
-            min_p_S=self.min_p_S[start:stop],
-            seed_S=self.seed_S[start:stop],
-            position_S=self.position_S[start:stop],
-            min_position_S=self.min_position_S[start:stop],
-            stop_ids_SE=self.stop_ids_SE[start:stop],
+            temperature_S=change(self.temperature_S),
+            top_k_S=change(self.top_k_S),
+            top_p_S=change(self.top_p_S),
+            min_p_S=change(self.min_p_S),
+            seed_S=change(self.seed_S),
+            position_S=change(self.position_S),
+            min_position_S=change(self.min_position_S),
+            stop_ids_SE=change(self.stop_ids_SE),
         )
 
 
