@@ -156,6 +156,10 @@ def _scheduler_config(
         overlap_depth=config.resolved_overlap_depth(device.torch_device.type),
         batch_policy=config.batch_policy,
         max_logprobs=config.max_logprobs,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        request_timeout_s=config.request_timeout_s,
         eos_ids=tuple(eos_ids),
         vocab_size=model.config.vocab_size,
     )

@@ -41,6 +41,14 @@ class SchedulerConfig:
     """Largest number of top log-probabilities that a request may ask for."""
     max_stop_ids: int = 16
     """Stop token ids (end-of-sequence ids included) that a request may have."""
+    enable_prefix_caching: bool = True
+    """Keep the KV of finished requests and share it between requests that begin alike."""
+    max_queued_requests: int | None = None
+    """Requests that may wait for a slot; None: any number."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens that the waiting requests may bring together; None: any number."""
+    request_timeout_s: float | None = None
+    """Seconds from arrival after which a request is ended, unless it says otherwise; None: never."""
     eos_ids: tuple[int, ...] = ()
     """Token ids that end a sequence unless the request ignores them."""
     vocab_size: int = 0
@@ -60,6 +68,11 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
                 "a step could not hold one token of every running request; raise the one or lower the other"
             )
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise InvalidRequest(f"request_timeout_s is {self.request_timeout_s}; allowed: a number above 0")
         usable = (self.num_pages - 1) * self.page_size
         if usable < self.max_model_len:
             raise InvalidRequest(
@@ -108,6 +121,10 @@ class EngineConfig:
     overlap_depth: int | None = None
     batch_policy: BatchPolicy = "mixed"
     max_logprobs: int = 20
+    enable_prefix_caching: bool = True
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    request_timeout_s: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

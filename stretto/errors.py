@@ -17,5 +17,9 @@ class NotSupported(StrettoError, NotImplementedError):
     """A feature that is not built, or cannot work in this combination."""
 
 
+class Overloaded(StrettoError):
+    """The queue is full: says how full, and what was allowed. The request can be sent again later."""
+
+
 class PagesExhausted(StrettoError):
     """Fewer KV pages are free than were asked for; nothing was taken."""

@@ -19,6 +19,10 @@ from stretto.errors import InvalidRequest, NotSupported
 TokenArray = npt.NDArray[np.int32]
 
 
+PRIORITY_STEP = 1000
+"""Arrivals that one unit of priority is worth."""
+
+
 class FinishReason(StrEnum):
     """Why a request ended."""
 
@@ -28,6 +32,8 @@ class FinishReason(StrEnum):
     """`max_tokens` or the context length."""
     ABORT = "abort"
     """The client left or called abort."""
+    TIMEOUT = "timeout"
+    """Its time limit, judged once, by the loop."""
     ERROR = "error"
     """The model gave logits that are not numbers; the other requests go on."""
 
@@ -202,7 +208,7 @@ class Request:
     stop_ids: tuple[int, ...]
     """End-of-sequence ids (unless ignored) and stop token ids."""
     priority: int = 0
-    """Smaller runs earlier."""
+    """Smaller runs earlier: each unit lets a request go before, or lets pass, PRIORITY_STEP arrivals of priority 0."""
     cache_key: CacheKey = NO_KEY
     """What else than its tokens its KV depends on."""
     state: RequestState = RequestState.WAITING
@@ -225,8 +231,8 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Key of first come, first served within a priority."""
-        return (self.priority, self.uid)
+        """Who comes first. Priority moves a place in the queue by a bounded number of arrivals, so nobody starves."""
+        return (self.uid + self.priority * PRIORITY_STEP, self.uid)
 
 
 @dataclass(frozen=True, slots=True)

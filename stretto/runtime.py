@@ -11,13 +11,14 @@ import numpy as np
 
 from stretto.assembly import Progress, assemble
 from stretto.attention.base import AttentionBackend
-from stretto.cache.base import NoCache, PrefixCache
+from stretto.cache.base import NO_KEY, CacheKey, NoCache, PrefixCache
 from stretto.cache.page_pool import PagePool
+from stretto.cache.radix import RadixCache
 from stretto.config import EngineConfig, SchedulerConfig
 from stretto.device.base import Device
 from stretto.engine.engine import Engine, StepModel
 from stretto.engine.random import fresh_seed
-from stretto.errors import InvalidRequest, NotSupported
+from stretto.errors import InvalidRequest, NotSupported, Overloaded
 from stretto.observe.timeline import Timeline
 from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray
 from stretto.scheduler.batch import StepOutput
@@ -43,6 +44,10 @@ class RuntimeStats:
     num_pages: int
     """KV pages that requests can hold."""
     num_free_pages: int
+    """Those that requests could take now, unused cached ones included."""
+    num_cached_pages: int
+    cached_tokens: int
+    """Prompt tokens that were not computed because their KV was cached."""
     num_running: int
     num_waiting: int
 
@@ -55,6 +60,11 @@ class _Outbox:
 
     def __len__(self) -> int:
         return len(self._messages)
+
+    @property
+    def arriving(self) -> list[Request]:
+        """Requests on their way."""
+        return [message.request for message in self._messages if isinstance(message, AddRequest)]
 
     def put(self, message: Message) -> None:
         """Leave a message for the loop's next turn."""
@@ -86,6 +96,8 @@ class Runtime:
         self.scheduler_config = config
         self.device = device
         self._pool = PagePool(config.num_pages)
+        if cache is None:
+            cache = RadixCache(self._pool, config.page_size) if config.enable_prefix_caching else NoCache()
         check = os.environ.get("STRETTO_CHECK", "0") not in ("", "0")
         checked = check or device.checking
         self.engine = engine_type(config, device, model, attention, checked=checked)
@@ -93,7 +105,7 @@ class Runtime:
             config,
             device,
             self._pool,
-            NoCache() if cache is None else cache,
+            cache,
             wants_host_pages=attention.wants_host_pages or device.checking,
             checked=checked,
             on_released=self.engine.poison if check and not device.checking else None,
@@ -134,13 +146,17 @@ class Runtime:
         *,
         seed: int | None = None,
         priority: int = 0,
+        cache_key: CacheKey = NO_KEY,
+        timeout_s: float | None = None,
     ) -> Request:
         """Queue one sample of a prompt; it starts with the next `step`. `params.n` is the caller's.
 
-        `seed` None takes fresh entropy. Raises InvalidRequest, saying what was given and what is allowed.
+        `seed` None takes fresh entropy; `timeout_s` None takes the config's. Raises InvalidRequest or Overloaded,
+        saying what was given and what is allowed; then nothing is queued.
         """
         ids = self.check(prompt_ids, params)
         config = self.scheduler_config
+        self._check_queue(len(ids))
         stop_ids = dict.fromkeys([] if params.ignore_eos else config.eos_ids)
         stop_ids.update(dict.fromkeys(params.stop_token_ids or ()))
         wanted = config.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
@@ -152,12 +168,30 @@ class Runtime:
             final_len=min(wanted, config.max_model_len),
             stop_ids=tuple(stop_ids),
             priority=priority,
+            cache_key=cache_key,
             logprobs=None if params.logprobs is None else [],
         )
         self._num_arrived += 1
         self._requests[request.uid] = request
-        self._outbox.put(AddRequest(request))
+        timeout_s = config.request_timeout_s if timeout_s is None else timeout_s
+        self._outbox.put(AddRequest(request, None if timeout_s is None else self.device.now() + timeout_s))
         return request
+
+    def _check_queue(self, num_tokens: int) -> None:
+        """Raise Overloaded if one more request of `num_tokens` would make the queue too long."""
+        config, prefill = self.scheduler_config, self.scheduler.lifecycle.prefill
+        if config.max_queued_requests is None and config.max_queued_tokens is None:
+            return
+        arriving = self._outbox.arriving
+        requests = prefill.num_waiting + len(arriving)
+        if config.max_queued_requests is not None and requests >= config.max_queued_requests:
+            raise Overloaded(f"{requests} requests wait already; max_queued_requests is {config.max_queued_requests}")
+        tokens = prefill.num_waiting_tokens + sum(len(request.prompt_ids) for request in arriving)
+        if config.max_queued_tokens is not None and tokens + num_tokens > config.max_queued_tokens:
+            raise Overloaded(
+                f"{tokens} prompt tokens wait already and the request brings {num_tokens}; max_queued_tokens is "
+                f"{config.max_queued_tokens}"
+            )
 
     def check(self, prompt_ids: Sequence[int] | TokenArray, params: SamplingParams) -> TokenArray:
         """`prompt_ids` as int32 if the engine can run them with `params`; otherwise raises InvalidRequest."""
@@ -242,7 +276,9 @@ class Runtime:
             preemptions=self.scheduler.lifecycle.num_preemptions,
             overlap_depth=self.scheduler_config.overlap_depth,
             num_pages=self.scheduler_config.num_pages - 1,
-            num_free_pages=self._pool.num_free,
+            num_free_pages=self._pool.num_free + self.scheduler.cache.num_evictable,
+            num_cached_pages=sum(1 for _ in self.scheduler.cache.held()),
+            cached_tokens=self.scheduler.lifecycle.num_cached_tokens,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
         )

@@ -52,6 +52,7 @@ class Lifecycle:
         self.prefill = PrefillManager()
         self.decode = DecodeManager()
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
         self._hooks = hooks
         self._leaving: dict[int, Request] = {}
         """Requests that will be released once their launched steps are processed, by uid."""
@@ -83,6 +84,7 @@ class Lifecycle:
         self.pages.adopt(request, prefix)
         if request.num_preemptions == 0:
             request.num_cached = prefix.num_tokens
+            self.num_cached_tokens += prefix.num_tokens
 
     def chunk_scheduled(self, chunk: Chunk) -> None:
         """The step that is being planned writes the chunk's KV: whoever is admitted from now on may share it.
@@ -116,9 +118,9 @@ class Lifecycle:
         """
         if request.state is RequestState.FINISHED:
             return
+        self.finish(request, reason)
         if num_output is not None:
             self._cut_output(request, num_output)
-        self.finish(request, reason)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Give `request` its one finish reason. Later results for it are dropped."""
@@ -164,11 +166,8 @@ class Lifecycle:
 
     def _cut_output(self, request: Request, num_output: int) -> None:
         """Drop output tokens after the first `num_output`."""
-        if request.slot:
-            self.slots.num_output[request.slot] = min(int(self.slots.num_output[request.slot]), num_output)
-        else:
-            request.num_output = min(request.num_output, num_output)
-            request.token_ids = request.token_ids[: len(request.prompt_ids) + request.num_output]
+        request.num_output = min(request.num_output, num_output)
+        request.token_ids = request.token_ids[: len(request.prompt_ids) + request.num_output]
         if request.logprobs is not None:
             del request.logprobs[num_output:]
 

@@ -9,6 +9,7 @@ The host blocks in two places only (I1): in `receive` when nothing can run and n
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ class AddRequest:
     """A validated request arrives."""
 
     request: Request
+    deadline: float | None = None
+    """Device clock in seconds after which it is ended, wherever it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Loop:
         self.timeline = timeline
         self.depth = scheduler.config.overlap_depth
         self.in_flight: deque[InFlightStep] = deque()
+        self._deadlines: list[tuple[float, int, Request]] = []
         self._ready: InFlightStep | None = None
         """Under a monitor: the oldest step, if its results were there when the turn began."""
 
@@ -94,9 +98,18 @@ class Loop:
         for message in self.inbox.receive(block=not self.has_work):
             if isinstance(message, AddRequest):
                 self.scheduler.add(message.request)
+                if message.deadline is not None:
+                    heapq.heappush(self._deadlines, (message.deadline, message.request.uid, message.request))
             else:
                 self.scheduler.end(message.request, message.reason, message.num_output)
+        self._end_expired()
         return [self.scheduler.ended()] if self.scheduler.has_ended else []
+
+    def _end_expired(self) -> None:
+        """End requests whose time is over: judged here and nowhere else, and carried out like an abort."""
+        while self._deadlines and self._deadlines[0][0] <= self.engine.device.now():
+            request = heapq.heappop(self._deadlines)[2]
+            self.scheduler.end(request, FinishReason.TIMEOUT)
 
     def _schedule_and_launch(self) -> bool:
         if self.scheduler.monitor is not None and self._ready in self.in_flight:

@@ -78,12 +78,8 @@ class PageBook:
     def num_coming(self, leaving: Sequence[Request]) -> int:
         """Pages that become available once these requests are released: free, or held by the cache alone."""
         holders = Counter(page for request in leaving for page in request.pages)
-        shared = {page for request in leaving for page in request.pages[: self._num_shared(request)]}
-        return sum(self.pool.references(page) - count <= (page in shared) for page, count in holders.items())
-
-    def _num_shared(self, request: Request) -> int:
-        """How many of the request's first pages have equals in the cache."""
-        return 0 if request.prefix is None else request.prefix.num_tokens // self._page_size
+        freed = sum(self.pool.references(page) == count for page, count in holders.items())
+        return freed + self._cache.num_unlocked_by([r.prefix for r in leaving if r.prefix is not None])
 
     def can_admit(self, request: Request, prefix: Prefix, prefilling: Sequence[Request], num_running: int) -> bool:
         """Whether a waiting request's whole prompt fits now, beside what the running ones need soon.

@@ -22,6 +22,8 @@ class PrefillManager:
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, Request]] = []
         self._num_waiting = 0
+        self.num_waiting_tokens = 0
+        """Tokens that the waiting requests bring."""
         self.running: list[Request] = []
         """Requests with a slot whose prompt is not wholly launched, in order."""
 
@@ -34,10 +36,12 @@ class PrefillManager:
         """`request` waits for a slot."""
         heapq.heappush(self._waiting, (*request.order, request))
         self._num_waiting += 1
+        self.num_waiting_tokens += len(request.token_ids)
 
     def forget(self, request: Request) -> None:
         """`request` ended while it waited (its state says so already)."""
         self._num_waiting -= 1
+        self.num_waiting_tokens -= len(request.token_ids)
 
     def first(self) -> Request | None:
         """The request to admit next, or None."""
@@ -51,6 +55,7 @@ class PrefillManager:
             raise RuntimeError(f"request {request.uid} is admitted out of turn")
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
+        self.num_waiting_tokens -= len(request.token_ids)
         request.state = RequestState.PREFILL
         self.running.append(request)
         self.running.sort(key=lambda r: r.order)
