@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,10 +13,18 @@ from stretto.device.checking import CheckingDevice
 from stretto.request import SamplingParams
 from tests.helpers.simulation import VOCAB, Simulation, Stream, small_config
 
+EXAMPLES = int(os.environ.get("STRETTO_EXAMPLES", "1500"))
+"""Runs of the state machine; a long soak sets more (`make soak`)."""
+
 DELAYS = [((0.0, 1e-3), (0.0, 1e-3)), ((0.0, 5e-3), (0.0, 1e-4)), ((0.0, 1e-4), (0.0, 5e-3)), ((0.0, 0.0), (0.0, 0.0))]
 """(device, host): as fast as each other, slow device, slow host, no time at all."""
 
-prompts = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=14)
+STEMS = [[], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2]]
+"""Beginnings that prompts share."""
+
+prompts = st.builds(
+    lambda stem, own: stem + own, st.sampled_from(STEMS), st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=6)
+)
 params = st.builds(
     SamplingParams,
     temperature=st.just(0.0),
@@ -30,8 +40,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(0, 3),
         chunk=st.integers(4, 24),
-        page_size=st.sampled_from([1, 2, 4, 16]),
+        page_size=st.sampled_from([1, 2, 4, 16, 64]),
         spare_pages=st.integers(0, 20),
+        caching=st.booleans(),
         policy=st.sampled_from(["mixed", "prefill-first"]),
         delays=st.sampled_from(DELAYS),
         seed=st.integers(0, 2**16),
@@ -42,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk: int,
         page_size: int,
         spare_pages: int,
+        caching: bool,
         policy: str,
         delays: tuple[tuple[float, float], tuple[float, float]],
         seed: int,
@@ -51,6 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=chunk,
             page_size=page_size,
             num_pages=1 + -(-24 // page_size) + spare_pages,
+            enable_prefix_caching=caching,
             batch_policy=policy,
         )
         device = CheckingDevice(seed, device_delay=delays[0], host_delay=delays[1])
@@ -86,7 +99,7 @@ def test_any_interleaving_gives_the_serial_streams() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=400,
+            max_examples=EXAMPLES,
             stateful_step_count=20,
             deadline=None,
             suppress_health_check=list(HealthCheck),
