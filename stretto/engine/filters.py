@@ -95,7 +95,8 @@ def drop_filtered(
         integer_weights(probability_SV, weight_SV)
         target_S = _target_mass(top_p_S, weight_SV.sum(1, dtype=torch.float64))
         top_p_boundary_S = _find_boundary(rank_SV, weight_SV, target_S, temporaries)
-        _drop_behind(rank_SV, probability_SV, torch.where(top_p_S >= 1.0, _ALL, top_p_boundary_S), temporaries)
+        top_p_boundary_S.masked_fill_(top_p_S >= 1.0, _ALL)
+        _drop_behind(rank_SV, probability_SV, top_p_boundary_S, temporaries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,5 +42,5 @@ def write_logprobs(
         ids_SL = best_candidates(logits_SV, block_maxima(logits_SV), count, descending_rank)
         top_logprobs_SL[:, :count] = logprobs_SV.gather(1, ids_SL).masked_fill_(failed_S1, torch.nan)
         top_ids_SL[:, :count] = ids_SL.masked_fill_(failed_S1, -1)
-    top_ids_SL[:, count:num_logprobs] = -1
-    top_logprobs_SL[:, count:num_logprobs] = torch.nan
+    top_ids_SL[:, count:num_logprobs].fill_(-1)
+    top_logprobs_SL[:, count:num_logprobs].fill_(torch.nan)

@@ -59,9 +59,9 @@ def best_candidates(x_SV: torch.Tensor, maxima_SG: torch.Tensor, count: int, ran
         blocks_SB = keys_SG.topk(count, dim=1, largest=False).values & _LOW_32
         ids_SX = block_token_ids(blocks_SB, vocabulary, clamp=False)
         # Ids past the end of a short last block must not come twice: they rank behind everything.
-        inside_SX = ids_SX < vocabulary
+        outside_SX = ids_SX >= vocabulary
         ranks_SX = rank_of(x_SV.gather(1, ids_SX.clamp(max=vocabulary - 1)))
-        keys_SX = torch.where(inside_SX, _pack(ranks_SX, ids_SX), torch.iinfo(torch.int64).max)
+        keys_SX = _pack(ranks_SX, ids_SX).masked_fill_(outside_SX, torch.iinfo(torch.int64).max)
     else:
         keys_SX = _pack(rank_of(x_SV), torch.arange(vocabulary, device=x_SV.device).expand(num_rows, -1))
     return keys_SX.topk(count, dim=1, largest=False, sorted=True).values & _LOW_32

@@ -206,25 +206,27 @@ def _choose(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, scrat
     if not mix.all_greedy:
         greedy_S = rows.temperature_S < GREEDY_BELOW
         # Bounded: inf / inf would make a NaN of an impossible token at an infinite temperature.
-        temperature_S1 = torch.where(greedy_S, 1.0, rows.temperature_S).clamp_(max=_HIGHEST_TEMPERATURE).unsqueeze(1)
+        temperature_S = rows.temperature_S.clamp(max=_HIGHEST_TEMPERATURE).masked_fill_(greedy_S, 1.0)
         keys_S = row_keys(rows.seed_S, rows.position_S)
         best_S1 = best_S.unsqueeze(1)
         if mix.all_top_k and mix.max_top_k <= MAX_CANDIDATES:
-            drawn_S = _draw_from_candidates(allowed_SV, maxima_SG, best_S1, temperature_S1, keys_S, rows, mix)
+            drawn_S = _draw_from_candidates(
+                allowed_SV, maxima_SG, best_S1, temperature_S.unsqueeze(1), keys_S, rows, mix
+            )
         else:
-            drawn_S = _draw_from_vocabulary(allowed_SV, best_S1, temperature_S1, keys_S, rows, mix, scratch)
+            drawn_S = _draw_from_vocabulary(allowed_SV, best_S1, temperature_S.unsqueeze(1), keys_S, rows, mix, scratch)
         chosen_S = torch.where(greedy_S, chosen_S, drawn_S)
-    return torch.where(usable_S, chosen_S, -1)
+    return chosen_S.masked_fill(~usable_S, -1)
 
 
 def _without_stop_tokens(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """A copy of the logits with -inf at the stop tokens of the rows that are still before their `min_position`."""
     ids_SE = rows.stop_ids_SE
     early_S1 = (rows.position_S < rows.min_position_S).unsqueeze(1)
-    masked_SE = early_S1 & (ids_SE >= 0) & (ids_SE < logits_SV.shape[1])
+    unmasked_SE = ~early_S1 | (ids_SE < 0) | (ids_SE >= logits_SV.shape[1])
     # A minimum, not a store: padding shares its index with a real id, and their order would be left open.
-    ceiling_SE = torch.where(masked_SE, -torch.inf, torch.inf)
-    return logits_SV.scatter_reduce(1, torch.where(masked_SE, ids_SE, 0), ceiling_SE, "amin", include_self=True)
+    ceiling_SE = logits_SV.new_full(ids_SE.shape, -torch.inf).masked_fill_(unmasked_SE, torch.inf)
+    return logits_SV.scatter_reduce(1, ids_SE.masked_fill(unmasked_SE, 0), ceiling_SE, "amin", include_self=True)
 
 
 def _draw_from_candidates(
@@ -258,8 +260,8 @@ def _draw_from_candidates(
     noise_SC = negative_exponentials(keys_S, lanes_SC, torch.empty_like(lanes_SC), torch.empty_like(lanes_SC))
     score_SC = noise_SC.div_(probability_SC.mul_(kept_SC))
     # Candidates are not in the order of their ids, so the lowest id among equals is found by hand.
-    best_SC = score_SC == score_SC.amax(1, keepdim=True)
-    return torch.where(best_SC, ids_SC, vocabulary - 1).amin(1)
+    worse_SC = score_SC != score_SC.amax(1, keepdim=True)
+    return ids_SC.masked_fill_(worse_SC, vocabulary - 1).amin(1)
 
 
 def _draw_from_vocabulary(
@@ -281,21 +283,20 @@ def _draw_from_vocabulary(
     if mix.any_top_k or mix.any_top_p or mix.any_min_p:
         # The random bits come later; until then their memory is free.
         distance_SV = bits_SV.view(torch.float32)
-        distance_SV[:, vocabulary:] = torch.inf
+        distance_SV[:, vocabulary:].fill_(torch.inf)
         distances(best_S1, logits_SV, temperature_S1, distance_SV[:, :vocabulary])
         torch.neg(distance_SV, out=probability_SV).exp_()
-        has_top_k_S = (rows.top_k_S > 0) & (rows.top_k_S < vocabulary)
         drop_filtered(
             distance_SV.view(torch.int32),
             probability_SV,
-            torch.where(has_top_k_S, rows.top_k_S, vocabulary) if mix.any_top_k else None,
+            rows.top_k_S.masked_fill(rows.top_k_S <= 0, vocabulary) if mix.any_top_k else None,
             rows.top_p_S if mix.any_top_p else None,
             rows.min_p_S if mix.any_min_p else None,
             scratch,
         )
     else:
         # The same numbers in fewer passes: nobody needs the distances.
-        probability_SV[:, vocabulary:] = 0.0
+        probability_SV[:, vocabulary:].fill_(0.0)
         own_SV = torch.sub(logits_SV, best_S1, out=probability_SV[:, :vocabulary])
         own_SV.div_(temperature_S1).exp_()
     lanes_V = token_lanes(torch.arange(shape[1], dtype=torch.int32, device=device))
