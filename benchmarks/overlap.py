@@ -81,7 +81,12 @@ def main() -> None:
     arguments = parser.parse_args()
     report: dict[str, Any] = {"versions": versions(), "threads": arguments.threads, "batches": {}}
     with ExitStack() as stack:
-        options = {"dtype": arguments.dtype, "num_threads": arguments.threads, "max_model_len": 512}
+        options = {
+            "dtype": arguments.dtype,
+            "num_threads": arguments.threads,
+            "max_model_len": 512,
+            "enable_prefix_caching": False,  # every round has the same prompts
+        }
         llms = {depth: stack.enter_context(LLM(arguments.model, overlap_depth=depth, **options)) for depth in DEPTHS}
         report["device"], report["dtype"] = describe_device("cpu"), llms[0].dtype
         for batch in BATCHES:

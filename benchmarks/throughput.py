@@ -49,7 +49,7 @@ def run_stretto(dtype: str, batches: Sequence[int], threads: int, model: str) ->
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     warm_up = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     rates: dict[str, float] = {}
-    with LLM(model, dtype=dtype, num_threads=threads, max_model_len=1024) as llm:
+    with LLM(model, dtype=dtype, num_threads=threads, max_model_len=1024, enable_prefix_caching=False) as llm:
         for batch in batches:
             ids = prompts(batch)
             llm.generate([{"prompt_token_ids": p} for p in ids], warm_up, use_tqdm=False)

@@ -143,6 +143,14 @@ def test_text_is_the_decoded_tokens(llm: LLM) -> None:
         assert output.outputs[0].text == llm.tokenizer.decode(output.outputs[0].token_ids)
 
 
+def test_a_prompt_seen_before_is_reported_as_cached_and_answered_alike(llm: LLM) -> None:
+    prompt = list(range(3, 203))
+    first, again = (llm.generate(prompt, GREEDY, **QUIET)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert 0 < again.num_cached_tokens < len(prompt)
+    assert again.outputs == first.outputs
+
+
 def test_without_detokenize_there_is_no_text(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, detokenize=False, logprobs=1)
     output = llm.generate("the", params, **QUIET)[0].outputs[0]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto import LLM, EngineConfig, InvalidRequest, ModelLoadError, NotSupported
+from stretto import LLM, EngineConfig, InvalidRequest, ModelLoadError, NotSupported, SamplingParams
 from stretto.vllm_options import translate
 from tests.helpers.dummy_model import CONTEXT
-from tests.helpers.llm_fixture import dummy_llm
+from tests.helpers.llm_fixture import assert_idle, dummy_llm
 
 
 def test_the_options_of_llm_are_those_of_engine_config() -> None:
@@ -47,7 +47,6 @@ def test_vllm_options_that_mean_something_are_taken(options: dict[str, object], 
         ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
         ({"quantization": "awq"}, "quantization='awq': not built yet.*dtype='int4'"),
         ({"enable_lora": True}, "enable_lora"),
-        ({"enable_prefix_caching": True}, "enable_prefix_caching"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
         ({"gpu_memory_utilization": 0.5}, "use kv_cache_memory_bytes"),
         ({"speculative_config": {"model": "x"}}, "speculative_config"),
@@ -91,3 +90,14 @@ def test_progress_is_told_from_start_to_ready(tmp_path: Path) -> None:
         pass
     assert told[-1][1] == 1.0
     assert all(isinstance(what, str) and 0.0 <= fraction <= 1.0 for what, fraction in told)
+
+
+def test_without_a_tokenizer_token_ids_come_and_go(tmp_path: Path) -> None:
+    with dummy_llm(tmp_path, skip_tokenizer_init=True) as llm:
+        params = SamplingParams(max_tokens=3, ignore_eos=True, detokenize=False)
+        assert len(llm.generate([3, 4], params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+        assert [len(part.outputs[0].token_ids) for part in llm.stream([3, 4], params)] == [1, 1, 1]
+        for refused in (lambda: llm.generate("text", params), lambda: llm.generate([3], use_tqdm=False)):
+            with pytest.raises(NotSupported, match="without a tokenizer"):
+                refused()
+        assert_idle(llm)

@@ -49,6 +49,7 @@ def throughput(
     max_num_seqs: o.MaxNumSeqs = 64,
     max_num_batched_tokens: o.MaxNumBatchedTokens = None,
     overlap_depth: o.OverlapDepth = None,
+    enable_prefix_caching: o.PrefixCaching = False,
     debug: o.Debug = False,
 ) -> None:
     """Tokens per second, steps and bubble share of many requests at once (greedy, end-of-sequence ignored)."""
@@ -64,6 +65,7 @@ def throughput(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         overlap_depth=overlap_depth,
+        enable_prefix_caching=enable_prefix_caching,
     )
     with reported_failures(debug):
         from stretto.bench.throughput import Workload

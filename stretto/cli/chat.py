@@ -40,6 +40,7 @@ def chat(
     num_threads: o.NumThreads = None,
     max_model_len: o.MaxModelLen = None,
     overlap_depth: o.OverlapDepth = None,
+    enable_prefix_caching: o.PrefixCaching = True,
     debug: o.Debug = False,
 ) -> None:
     """Talk with the model. Without a terminal, each line of standard input is a message."""
@@ -55,6 +56,7 @@ def chat(
         max_num_seqs=1,
         max_num_batched_tokens=None,
         overlap_depth=overlap_depth,
+        enable_prefix_caching=enable_prefix_caching,
     )
     with reported_failures(debug):
         from stretto.request import SamplingParams

@@ -55,6 +55,7 @@ def generate(
     max_num_seqs: o.MaxNumSeqs = 64,
     max_num_batched_tokens: o.MaxNumBatchedTokens = None,
     overlap_depth: o.OverlapDepth = None,
+    enable_prefix_caching: o.PrefixCaching = True,
     json_lines: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each prompt, in order.", rich_help_panel="Output")
     ] = False,
@@ -76,6 +77,7 @@ def generate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         overlap_depth=overlap_depth,
+        enable_prefix_caching=enable_prefix_caching,
     )
     with reported_failures(debug):
         texts = _read_prompts(prompts or [], file)

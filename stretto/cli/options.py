@@ -39,6 +39,14 @@ OverlapDepth = Annotated[
     int | None,
     typer.Option(help="Steps launched and not yet processed; 0 is the plain loop.", rich_help_panel=_ENGINE),
 ]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Share the KV of requests that begin alike.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_SAMPLING)]
 TopP = Annotated[
@@ -76,6 +84,7 @@ class EngineOptions:
     max_num_seqs: int
     max_num_batched_tokens: int | None
     overlap_depth: int | None
+    enable_prefix_caching: bool = True
 
     def as_arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
