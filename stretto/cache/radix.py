@@ -14,11 +14,8 @@ import numpy as np
 
 from stretto.cache.base import NO_KEY, NO_PREFIX, CacheKey, Prefix
 from stretto.cache.page_pool import PagePool
-from stretto.cache.radix_node import Node, PageArray, UseOrder
+from stretto.cache.radix_node import Node, PageArray, Root, UseOrder
 from stretto.request import TokenArray
-
-_NO_TOKENS = np.empty(0, np.int32)
-_NO_PAGES = np.empty(0, np.int32)
 
 
 class RadixCache:
@@ -31,7 +28,7 @@ class RadixCache:
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_size = page_size
-        self._roots: dict[CacheKey, Node] = {}
+        self._roots: dict[CacheKey, Root] = {}
         """Each with children or locks; dropped with the last of them, since keys may come and go without end."""
         self._locks: dict[int, Node] = {}
         """The node at which each lock in force ends."""
@@ -53,7 +50,7 @@ class RadixCache:
         tokens = np.ascontiguousarray(token_ids, np.int32)
         root = self._roots.get(key)
         if root is None:
-            root = self._roots[key] = Node(None, _NO_TOKENS, _NO_PAGES)
+            root = self._roots[key] = Root(key)
         end = max(0, len(tokens) - 1) // self._page_size * self._page_size
         node, num_tokens = self._descend(root, tokens, 0, end)
         parts = self._hold(node, None)
@@ -191,12 +188,11 @@ class RadixCache:
             raise RuntimeError(f"a node with {len(leaf.children)} children and {leaf.locks} locks is no leaf to evict")
         self._order.remove(leaf)
         del parent.children[leaf.tokens[: self._page_size].tobytes()]
-        if parent.parent is None:
-            self._drop_if_empty(parent)
+        self._drop_if_empty(parent)
 
-    def _drop_if_empty(self, root: Node) -> None:
-        if root.locks == 0 and not root.children:
-            del self._roots[next(key for key, other in self._roots.items() if other is root)]
+    def _drop_if_empty(self, node: Node) -> None:
+        if isinstance(node, Root) and node.locks == 0 and not node.children:
+            del self._roots[node.key]
 
     # -- locks ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +231,7 @@ class RadixCache:
 
     def _nodes(self) -> Iterator[Node]:
         """Every node, a parent before its children; roots too."""
-        stack = list(self._roots.values())
+        stack: list[Node] = list(self._roots.values())
         while stack:
             node = stack.pop()
             yield node
@@ -281,9 +277,7 @@ class RadixCache:
         num_evictable = 0
         for node in self._order:
             if node not in unlocked:
-                raise RuntimeError(
-                    "the order of use has a node twice, behind its parent, or one that is locked or gone"
-                )
+                raise RuntimeError("the order of use has a node twice, or one that is locked or gone")
             if any(child in unlocked for child in node.children.values()):
                 raise RuntimeError("the order of use has a node before its child")
             unlocked.remove(node)

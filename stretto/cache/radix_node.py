@@ -1,4 +1,4 @@
-"""Node and UseOrder: the parts of the radix tree, and the order in which its unlocked nodes were last used.
+"""Node, Root and UseOrder: parts of the radix tree, and the order in which its unlocked nodes were last used.
 
 They keep no counts and know neither pool nor locks' owners; `RadixCache` does.
 """
@@ -10,13 +10,14 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from stretto.cache.base import CacheKey
 from stretto.request import TokenArray
 
 PageArray = npt.NDArray[np.int32]
 
 
 class Node:
-    """A run of whole pages that follow the parent's. Only a root has none.
+    """A run of whole pages that follow the parent's.
 
     Its arrays are its own: the caller's may be a row that is reused for another request.
     """
@@ -34,6 +35,16 @@ class Node:
         self.older = self
         self.newer = self
         """Neighbours in the order of use; itself while it is in none."""
+
+
+class Root(Node):
+    """Where the sequences of one key begin: no tokens, no pages, not in the order of use."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: CacheKey) -> None:
+        super().__init__(None, np.empty(0, np.int32), np.empty(0, np.int32))
+        self.key = key
 
 
 class UseOrder:
