@@ -11,6 +11,7 @@ from stretto.cli.bench import bench_app
 from stretto.cli.chat import chat
 from stretto.cli.failures import INTERRUPTED, fail
 from stretto.cli.generate import generate
+from stretto.cli.serve import serve
 from stretto.version import __version__
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.add_typer(bench_app, name="bench")
 
 

@@ -1,0 +1,206 @@
+"""What front ends and the engine process say to each other, as bytes: typed, validated, never pickle.
+
+Owns the form of the messages, not their way. All tokens of a step travel in one message, as packed arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from stretto.request import Request, SamplingParams, TokenArray, TokenLogprobs
+
+WORKER_BITS = 40
+"""A sample's id is `worker << WORKER_BITS | number`: unique over all front ends, and it tells whose it is."""
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The sampling parameters that concern the engine; text is the front end's business."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    logprobs: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float]
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Sampling:
+        """The part of `params` that the engine needs."""
+        return cls(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=params.seed,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=list(params.stop_token_ids or ()),
+            ignore_eos=params.ignore_eos,
+            logprobs=params.logprobs,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=dict(params.logit_bias or {}),
+        )
+
+    def params(self) -> SamplingParams:
+        """Checked parameters of one sample. Raises InvalidRequest or NotSupported."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            stop_token_ids=self.stop_token_ids or None,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias or None,
+            detokenize=False,
+        )
+
+
+# -- to the engine --------------------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """Run `n` samples of each prompt: all of them, or none. Answered by Accepted or Refused with the same `first_id`.
+
+    Sample `i` of prompt `p` gets the id `first_id + p * n + i`.
+    """
+
+    first_id: int
+    prompts: list[bytes]
+    """int32 token ids of each."""
+    n: int
+    sampling: Sampling
+    priority: int
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """End these samples: a client has left, or a stop string is complete. Each is answered by its Ended."""
+
+    ids: list[int]
+    num_output: int | None = None
+    """Output tokens that complete the stop string; None for an abort."""
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Are you alive, and how is it going? Answered by Pong."""
+
+
+ToEngine: TypeAlias = Submit | End | Ping
+
+# -- from the engine ------------------------------------------------------------------------------------------------
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
+    """All samples of a Submit are queued."""
+
+    first_id: int
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """None of them is: the input is bad (`busy` False, then the client may read `message`), or the queue is full."""
+
+    first_id: int
+    busy: bool
+    message: str
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """A sample's one end; after it, the engine never names the sample again."""
+
+    id: int
+    reason: str
+    stop_token: int | None
+    num_cached: int
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one sample's new tokens, in their order."""
+
+    id: int
+    logprobs: list[float]
+    ranks: list[int]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+    def rows(self) -> list[TokenLogprobs]:
+        """One record per token."""
+        return [
+            TokenLogprobs(*row) for row in zip(self.logprobs, self.ranks, self.top_ids, self.top_logprobs, strict=True)
+        ]
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """Everything that processed steps gave for the samples of one front end."""
+
+    ids: bytes
+    """int64: the sample of each new token, in order."""
+    tokens: bytes
+    """int32: the new token of each."""
+    ended: list[Ended]
+    logprobs: list[Logprobs]
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    """The engine's figures, by name."""
+
+    stats: dict[str, float]
+
+
+FromEngine: TypeAlias = Accepted | Refused | Step | Pong
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Raises msgspec.DecodeError for anything that is no such message."""
+    message: ToEngine = _to_engine.decode(data)
+    return message
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Raises msgspec.DecodeError for anything that is no such message."""
+    message: FromEngine = _from_engine.decode(data)
+    return message
+
+
+def pack_tokens(ids: TokenArray | Sequence[int]) -> bytes:
+    """Token ids as little-endian int32. Raises OverflowError where one does not fit."""
+    return np.asarray(ids, np.dtype("<i4")).tobytes()
+
+
+def unpack_tokens(data: bytes) -> TokenArray:
+    """A view of the token ids (int32). Raises ValueError if the bytes are no whole numbers of them."""
+    return np.frombuffer(data, np.dtype("<i4"))
+
+
+def ended(request: Request, sample_id: int) -> Ended:
+    """The end of a request, for its front end."""
+    reason = "abort" if request.finish_reason is None else request.finish_reason.value
+    return Ended(sample_id, reason, request.stop_token, request.num_cached)

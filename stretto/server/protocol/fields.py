@@ -1,0 +1,142 @@
+"""How request bodies are read: every field either works or is refused with a 400 that names it.
+
+Owns the reading of JSON, the refusal of unknown and of not built fields, and the fields that endpoints share.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from stretto.request import SamplingParams
+from stretto.server.errors import bad_request, raise_invalid
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_STOPS = 32
+MAX_STOP_LENGTH = 1024
+MAX_STOP_IDS = 1024
+MAX_BIASES = 4096
+MAX_SAMPLES = 128
+MAX_LIST = 4096
+"""Entries of a list of prompts or messages."""
+MAX_TEMPLATE_KWARGS = 64
+
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+BiasKey: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+Name: TypeAlias = Annotated[str, Meta(max_length=512)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a stream is sent."""
+
+    include_usage: bool | None = None
+    """The stream ends with a chunk that holds the usage."""
+    continuous_usage_stats: bool | None = None
+    """Every chunk holds the usage so far."""
+
+
+class Decoding(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling fields that chat, completions and responses share; those after `user` are extensions."""
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    user: Name | None = None
+    """Whose request it is; it goes into the access log."""
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Seed | None = None
+    stop: Stop = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    """Smaller runs earlier."""
+
+    def sampling(self, *, n: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """As parameters of the engine. Raises InvalidRequest or NotSupported."""
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "stop": None if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": {int(key): value for key, value in (self.logit_bias or {}).items()} or None,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop_token_ids": self.stop_token_ids,
+            "skip_special_tokens": self.skip_special_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+        }
+        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, **chosen)
+
+
+NotBuilt: TypeAlias = Mapping[str, tuple[object, ...]]
+"""Fields that an endpoint has not built; with each, the values (besides null) that mean the same as leaving it out."""
+
+
+def read(body: bytes, kind: type[T], not_built: NotBuilt) -> T:
+    """The request in `body`. Raises ApiError 400, which names the field that is wrong."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise bad_request("the body is not valid JSON in UTF-8") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise bad_request("the body must be a JSON object")
+    known = kind.__struct_fields__
+    for name in list(fields):
+        if name in not_built:
+            value = fields.pop(name)
+            if value is not None and not any(same(value, harmless) for harmless in not_built[name]):
+                raise bad_request(
+                    f"'{name}' is not supported by this server; leave it out", name, "unsupported_parameter"
+                )
+        elif name not in known:
+            close = difflib.get_close_matches(name[:100], known, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise bad_request(f"unknown field '{name[:100]}'{hint}", name[:100], "unknown_parameter")
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise_invalid(error)
+    except RecursionError:
+        raise bad_request("the body is nested too deeply") from None
+
+
+_NOT_FREE = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Variables for the chat template. Raises ApiError where one has a name that is not free."""
+    for name in given or {}:
+        if name in _NOT_FREE or not name.isidentifier():
+            raise bad_request(f"chat_template_kwargs must not set '{name[:100]}'", "chat_template_kwargs")
+    return dict(given or {})
+
+
+def same(value: object, other: object) -> bool:
+    """Equal and of the same kind: false is not 0."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
