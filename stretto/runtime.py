@@ -18,6 +18,7 @@ from stretto.config import EngineConfig, SchedulerConfig
 from stretto.device.base import Device
 from stretto.engine.engine import Engine, StepModel
 from stretto.engine.random import fresh_seed
+from stretto.engine.runner import EagerRunner, MakeRunner
 from stretto.errors import InvalidRequest, NotSupported, Overloaded
 from stretto.observe.timeline import Timeline
 from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray
@@ -91,6 +92,7 @@ class Runtime:
         scheduler_type: Callable[..., Scheduler] = Scheduler,
         engine_type: type[Engine] = Engine,
         loop_type: type[Loop] = Loop,
+        make_runner: MakeRunner = EagerRunner,
     ) -> None:
         """From parts; `start` makes the parts from options. The types are for who studies what a guard is worth."""
         self.scheduler_config = config
@@ -100,7 +102,7 @@ class Runtime:
             cache = RadixCache(self._pool, config.page_size) if config.enable_prefix_caching else NoCache()
         check = os.environ.get("STRETTO_CHECK", "0") not in ("", "0")
         checked = check or device.checking
-        self.engine = engine_type(config, device, model, attention, checked=checked)
+        self.engine = engine_type(config, device, model, attention, checked=checked, make_runner=make_runner)
         self.scheduler = scheduler_type(
             config,
             device,

@@ -17,6 +17,7 @@ from stretto.device.base import Device, Region
 from stretto.device.checking import CheckingDevice
 from stretto.device.hazards import Hazard, HazardError
 from stretto.engine.engine import Engine, InFlightStep
+from stretto.engine.runner import MakeRunner
 from stretto.engine.staging import RingEntry, StagingRing
 from stretto.request import FinishReason, Request, SamplingParams, TokenArray
 from stretto.runtime import Runtime
@@ -49,9 +50,16 @@ class RingOfOneWithoutEvents(StagingRing):
 
 class EngineWithOneStagingBuffer(Engine):
     def __init__(
-        self, config: SchedulerConfig, device: Device, model: ExactModel, attention: ExactAttention, *, checked: bool
+        self,
+        config: SchedulerConfig,
+        device: Device,
+        model: ExactModel,
+        attention: ExactAttention,
+        *,
+        checked: bool,
+        make_runner: MakeRunner,
     ) -> None:
-        super().__init__(config, device, model, attention, checked=checked)
+        super().__init__(config, device, model, attention, checked=checked, make_runner=make_runner)
         self.ring = RingOfOneWithoutEvents(device, config)
 
 

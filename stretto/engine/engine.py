@@ -1,38 +1,28 @@
 """Engine: launches steps. Stages a plan, runs forward and sampling on the engine stream, brings the results back.
 
 Owns the streams, the ring and the device tables. Decides nothing: what runs is the plan's. Legend: T tokens, B rows,
-S sampled rows, P prefill tokens, D hidden, V vocabulary, M pages per request.
+S sampled rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.attention.base import AttentionBackend, AttentionInputs
+from stretto.attention.base import AttentionBackend
 from stretto.config import SchedulerConfig
 from stretto.device.base import Access, Device, Event, Region
-from stretto.engine.sampler import SampledOut, sample
+from stretto.engine.runner import Attend, EagerRunner, MakeRunner, RunnerParts, StepModel
+from stretto.engine.sampler import SampledOut
 from stretto.engine.staging import PlanLayout, ResultBuffers, RingEntry, StagingRing, pack
 from stretto.engine.tables import DeviceTables
 from stretto.scheduler.batch import IntArray, StepPlan, StepResults
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class StepModel(Protocol):
-    """What the engine needs of a model; flat tokens, no pages."""
-
-    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states hidden_TD of the step's tokens."""
-
-    def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """float32 logits_SV."""
+__all__ = ["Attend", "Engine", "InFlightStep", "StepModel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +59,12 @@ class Engine:
         attention: AttentionBackend,
         *,
         checked: bool = False,
+        make_runner: MakeRunner = EagerRunner,
     ) -> None:
-        """`checked`: results carry the device's lengths, and released pages and rows are poisoned."""
+        """`checked`: results carry the device's lengths, and released pages and rows are poisoned.
+
+        `make_runner` chooses how steps run. May block the host, while the runner prepares itself.
+        """
         self.config = config
         self._checked = checked
         self.device = device
@@ -84,17 +78,31 @@ class Engine:
         self._events = [(device.event(timing=True), device.event(timing=True)) for _ in range(config.overlap_depth + 3)]
         """(begin, copy-done) of the steps in turn; two more than can be in flight, for who looks at the last ones."""
         self._lengths_B = torch.zeros(config.max_rows, dtype=torch.int64, device=device.torch_device)
-        self._arange = torch.arange(config.max_num_batched_tokens + 1, device=device.torch_device)
+        self.runner = make_runner(
+            RunnerParts(
+                config,
+                model,
+                attention,
+                self.tables,
+                self.sampled,
+                self.feed_back,
+                self._lengths_B if checked else None,
+            )
+        )
+        if make_runner is not EagerRunner:
+            self.stream.run(self.runner.prepare)
+            self.stream.synchronize()
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Enqueue a step; returns at once, before anything of it is done. hot path"""
         entry = self.ring.next()
         layout = PlanLayout.of(plan, self.config.max_stop_ids)
         begin, copy_done = self._events[plan.index % len(self._events)]
-        self.device.host_access(writes=(entry.host_region,))
-        pack(plan, layout, cast(npt.NDArray[np.int32], entry.host.array))
-        self._stage(entry, layout)
-        self._await_plan()
+        if not self.runner.knows(plan):
+            self.device.host_access(writes=(entry.host_region,))
+            pack(plan, layout, cast(npt.NDArray[np.int32], entry.host.array))
+            self._stage(entry, layout)
+            self._await_plan()
         self.stream.record(begin)
         self.stream.run(self._step, plan, layout, entry.device, access=lambda: self._step_access(plan, entry))
         self.stream.record(entry.consumed)
@@ -150,57 +158,7 @@ class Engine:
 
     def _step(self, plan: StepPlan, layout: PlanLayout, staged: torch.Tensor) -> None:
         """Unpack, derive the inputs, forward, sample, feed the tokens back, advance the lengths."""
-        tables, config = self.tables, self.config
-        words = staged[: layout.num_words]
-        words64 = words.to(torch.int64)
-        parts = torch.split(words64, layout.sizes)
-        slot_B, num_new_B, sampled_S, page_slot_U, page_index_U, page_U, admissions, prefill_P = parts
-        if layout.num_admitted:
-            at = sum(layout.sizes[:6])
-            packed = words[at : at + layout.sizes[6]].view(layout.num_admitted, -1)
-            tables.admit(packed, admissions.view(layout.num_admitted, -1))
-        if layout.num_pages:
-            tables.set_pages(page_slot_U, page_index_U, page_U)
-
-        length_B = tables.length_R[slot_B]
-        context_B = length_B + num_new_B
-        if layout.num_prefill:
-            query_start_B1 = torch.nn.functional.pad(num_new_B.cumsum(0), (1, 0))
-            num_tokens = plan.num_tokens
-            row_T = torch.repeat_interleave(self._arange[: layout.num_rows], num_new_B, output_size=num_tokens)
-            slot_T = slot_B[row_T]
-            positions_T = self._arange[:num_tokens] + (length_B - query_start_B1[:-1])[row_T]
-            first = plan.num_decode
-            tables.token_ids_RL[slot_T[first:], positions_T[first:]] = prefill_P
-        else:
-            query_start_B1 = self._arange[: layout.num_rows + 1]
-            slot_T, positions_T = slot_B, length_B
-        input_ids_T = tables.token_ids_RL[slot_T, positions_T]
-        page_T = tables.page_table_RM[slot_T, torch.div(positions_T, config.page_size, rounding_mode="floor")]
-        self.attention.begin_step(
-            AttentionInputs(
-                page_table_BM=tables.page_table_RM[slot_B, : plan.max_pages],
-                kv_location_T=page_T * config.page_size + positions_T % config.page_size,
-                query_start_B1=query_start_B1,
-                context_B=context_B,
-                num_new_B_host=plan.num_new_B,
-                context_B_host=plan.start_B + plan.num_new_B,
-                page_table_BM_host=plan.page_table_BM,
-            )
-        )
-        hidden_TD = self.model.forward(input_ids_T, positions_T, self.attention.attend)
-        if layout.num_sampled:
-            hidden_SD = hidden_TD[query_start_B1[1:][sampled_S] - 1] if layout.num_prefill else hidden_TD
-            self._sample(plan, self.model.logits(hidden_SD), slot_B[sampled_S], context_B[sampled_S])
-        tables.length_R[slot_B] = context_B
-        if self._checked:
-            self._lengths_B[: layout.num_rows] = tables.length_R[slot_B]
-
-    def _sample(self, plan: StepPlan, logits_SV: torch.Tensor, slot_S: torch.Tensor, position_S: torch.Tensor) -> None:
-        """Choose tokens and write them where the next step reads its input (token feedback)."""
-        rows = self.tables.sampling_rows(slot_S, position_S, plan.mix)
-        sample(logits_SV, rows, plan.mix, self.sampled)
-        self.feed_back(slot_S, position_S, self.sampled.tokens_S[: len(plan.sampled_S)])
+        self.runner.run(plan, layout, staged)
 
     def feed_back(self, slot_S: torch.Tensor, position_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
         """Write sampled tokens into the token table; a failed row (-1) gets id 0, its request has ended anyway."""

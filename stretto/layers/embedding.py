@@ -18,9 +18,9 @@ class Embedding:
     def __init__(self, weight_VD: torch.Tensor, format: str) -> None:
         self.dtype = activation_dtype(format, weight_VD.device)
         stored = torch.float16 if format == "float16" else self.dtype
-        self._weight_VD = weight_VD.to(stored).contiguous()
-        self.table_bytes = self._weight_VD.nbytes
+        self.weight_VD = weight_VD.to(stored).contiguous()
+        self.table_bytes = self.weight_VD.nbytes
 
     def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """hidden_TD of token ids (int32 or int64) [T], a fresh tensor that the caller may change. hot path"""
-        return F.embedding(token_ids_T, self._weight_VD).to(self.dtype)
+        return F.embedding(token_ids_T, self.weight_VD).to(self.dtype)

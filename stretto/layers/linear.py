@@ -62,13 +62,13 @@ class PlainLinear:
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight_OI.shape
-        self._weight_OI = weight_OI.to(dtype).contiguous()
-        self._bias_O = None if bias_O is None else bias_O.to(dtype)
-        self.weight_bytes = self._weight_OI.nbytes
+        self.weight_OI = weight_OI.to(dtype).contiguous()
+        self.bias_O = None if bias_O is None else bias_O.to(dtype)
+        self.weight_bytes = self.weight_OI.nbytes
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """hot path"""
-        return F.linear(x_TI, self._weight_OI, self._bias_O)
+        return F.linear(x_TI, self.weight_OI, self.bias_O)
 
 
 class PrepackedLinear:

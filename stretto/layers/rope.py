@@ -19,6 +19,11 @@ class Rope:
         angle = torch.outer(positions, inverse_frequency.float())
         self._turn_LH = torch.polar(torch.full_like(angle, scale), angle)
 
+    @property
+    def turns_LH(self) -> torch.Tensor:
+        """The same table as float32 [L, H], cosine and sine of every pair in turn; shares its memory."""
+        return torch.view_as_real(self._turn_LH).flatten(1)
+
     def turns(self, positions_T: torch.Tensor) -> torch.Tensor:
         """complex64 [T, 1, H/2] for the step's positions (int64 [T]); once a step, shared by all layers. hot path"""
         return self._turn_LH.index_select(0, positions_T).unsqueeze(1)

@@ -1,0 +1,198 @@
+"""The Triton attention backend: paged decode and prefill on a GPU, everything read from device-side tables.
+
+Owns the KV cache and the room for the kernels' partial results. It serves two kinds of models: through
+`AttentionBackend.attend` any model, and through `attend_projected` one that leaves the norm and turn of its heads to the
+kernel that writes the cache. Legend: T tokens of the step, B rows, N query heads, K kv heads, X = N + 2 K, H head dim,
+P pages, S page size, L layers, R slots, M pages per request.
+
+Cache layout: [L, 2 (keys, values), P, K, S, H]: one head's positions within a page are adjacent, as a program reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.attention.base import AttentionInputs, AttentionShape
+from stretto.errors import NotSupported
+from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode
+from stretto.kernels.prefill_attention import prefill_attention
+from stretto.kernels.rope_write import HeadTransform, rope_write
+
+PrefillKernel = Literal["flash", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """One step as the kernels see it: device tensors, and what the host knows beside them."""
+
+    page_table_RM: Tensor
+    """int64: pages of each slot in order."""
+    slot_B: Tensor
+    """int64: each row's line in the page table."""
+    context_B: Tensor
+    """int64: tokens of each row once this step's are written."""
+    query_end_B: Tensor
+    """int64: end of each row's new tokens in T; not read where all rows decode."""
+    positions_T: Tensor
+    location_T: Tensor
+    """int64: page * page size + offset of each new token."""
+    num_rows: int
+    num_decode: int
+    """The first rows, with one new token each."""
+    fresh: bool
+    """No row after the first `num_decode` has tokens from before this step."""
+    longest_chunk: int
+    """Most new tokens of a row."""
+
+
+class TritonPagedAttention:
+    """`AttentionBackend` on a GPU (or, for tests, under Triton's interpreter)."""
+
+    wants_host_pages = False
+
+    def __init__(self, shape: AttentionShape, max_rows: int, *, prefill: PrefillKernel = "flash") -> None:
+        """Allocates the cache, zeroed, and room for steps of `max_rows` rows.
+
+        `prefill`: what computes prompts without a cached prefix: torch's flash attention or the paged kernel, which
+        all others take. Raises NotSupported if the heads cannot be grouped or the head dim is odd.
+        """
+        if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
+            raise NotSupported(
+                f"{shape.num_heads} query heads over {shape.num_kv_heads} kv heads of {shape.head_dim}: the first must "
+                "be a multiple of the second, and the head dim even"
+            )
+        self.shape = shape
+        sizes = (shape.num_layers, 2, shape.num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+        self._cache = torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
+        self._keys = tuple(self._cache[:, 0].unbind())
+        self._values = tuple(self._cache[:, 1].unbind())
+        self.work = DecodeWork.allocate(max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device)
+        self._rows = torch.arange(max_rows, device=shape.device)
+        self._flash = prefill == "flash" and shape.device.type == "cuda" and shape.dtype.itemsize == 2
+        self._step: PagedStep | None = None
+        self._flash_ends: Tensor | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes held by the KV cache."""
+        return self._cache.nbytes
+
+    def poison_page(self, page: int) -> None:
+        """Fill a released page with NaN in every layer."""
+        self._cache[:, :, page] = float("nan")
+
+    def begin_step(self, inputs: AttentionInputs) -> None:
+        """See `AttentionBackend`. hot path"""
+        num_new_B = inputs.num_new_B_host
+        num_rows = len(num_new_B)
+        chunks = np.flatnonzero(num_new_B > 1)
+        num_decode = int(chunks[0]) if len(chunks) else num_rows
+        if num_decode:
+            plan_decode(inputs.context_B, num_decode, self.shape.num_kv_heads, self.work)
+        self.begin(
+            PagedStep(
+                page_table_RM=inputs.page_table_BM,
+                slot_B=self._rows,
+                context_B=inputs.context_B,
+                query_end_B=inputs.query_start_B1[1:],
+                positions_T=inputs.kv_location_T,
+                location_T=inputs.kv_location_T,
+                num_rows=num_rows,
+                num_decode=num_decode,
+                fresh=bool((inputs.context_B_host == num_new_B)[num_decode:].all()),
+                longest_chunk=int(num_new_B.max()),
+            )
+        )
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """See `AttentionBackend`. hot path"""
+        step = self._current()
+        location_T = step.location_T[: q_TNH.shape[0]]
+        page_T = torch.div(location_T, self.shape.page_size, rounding_mode="floor")
+        offset_T = location_T % self.shape.page_size
+        self._keys[layer][page_T, :, offset_T] = k_TKH.to(self.shape.dtype)
+        self._values[layer][page_T, :, offset_T] = v_TKH.to(self.shape.dtype)
+        return self._attend(layer, q_TNH.to(self.shape.dtype), k_TKH, v_TKH).to(q_TNH.dtype)
+
+    def begin(self, step: PagedStep) -> None:
+        """Take the step's tensors; `work` must be filled for its decode rows. hot path"""
+        self._step = step
+        if step.num_decode < step.num_rows and step.fresh and self._flash:
+            ends = step.query_end_B[step.num_decode : step.num_rows] - step.num_decode
+            self._flash_ends = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+
+    def attend_projected(self, layer: int, qkv_TXH: Tensor, transform: HeadTransform) -> Tensor:
+        """o_TNH from the raw projection, which is changed in place: heads normed and turned, cache written. hot path"""
+        step = self._current()
+        rope_write(qkv_TXH, step.positions_T, step.location_T, transform, self._keys[layer], self._values[layer])
+        heads, kv_heads = transform.num_heads, transform.num_kv_heads
+        q_TNH, k_TKH, v_TKH = qkv_TXH.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+        return self._attend(layer, q_TNH, k_TKH, v_TKH)
+
+    def _attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """The new keys and values are in the cache already."""
+        step, shape = self._current(), self.shape
+        decodes, tokens = step.num_decode, q_TNH.shape[0]
+        keys, values = self._keys[layer], self._values[layer]
+        use_flash = step.fresh and self._flash
+        if decodes == 0 and use_flash:
+            return self._flash_prefill(q_TNH, k_TKH, v_TKH)
+        out_TNH = torch.empty(tokens, shape.num_heads, shape.head_dim, dtype=q_TNH.dtype, device=q_TNH.device)
+        if decodes:
+            decode_attention(
+                q_TNH[:decodes],
+                keys,
+                values,
+                step.page_table_RM,
+                step.slot_B,
+                step.context_B,
+                shape.scale,
+                self.work,
+                out_TNH[:decodes],
+            )
+        if decodes < step.num_rows:
+            if use_flash:
+                out_TNH[decodes:] = self._flash_prefill(q_TNH[decodes:], k_TKH[decodes:], v_TKH[decodes:])
+            else:
+                prefill_attention(
+                    q_TNH,
+                    keys,
+                    values,
+                    step.page_table_RM,
+                    step.slot_B,
+                    step.context_B,
+                    step.query_end_B,
+                    step.num_rows,
+                    decodes,
+                    shape.scale,
+                    out_TNH,
+                )
+        return out_TNH
+
+    def _flash_prefill(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Causal attention of the chunks over themselves, which is all there is of their rows."""
+        step = self._current()
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            self._flash_ends,
+            self._flash_ends,
+            step.longest_chunk,
+            step.longest_chunk,
+            0.0,
+            True,
+            False,
+            scale=self.shape.scale,
+        )[0]
+        return out
+
+    def _current(self) -> PagedStep:
+        if self._step is None:
+            raise RuntimeError("attention is asked for before a step began")
+        return self._step

@@ -1,0 +1,171 @@
+"""The runner of a GPU: steps in few kernels, decode steps whole in a CUDA graph.
+
+A step whose rows all decode is derived from the device's tables alone, padded to a size of the ladder and replayed; if
+its rows are those of the step before, the host has nothing to send. Padding rows are slot 0 and touch page 0 only.
+Steps with prompt chunks are launched kernel by kernel, the host far ahead of them.
+
+Legend: T tokens, B rows, S sampled rows, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
+from stretto.engine.graphs import DecodeGraphs, ladder
+from stretto.engine.runner import MakeRunner, RunnerParts, choose
+from stretto.engine.sampler import SamplingMix
+from stretto.engine.staging import PlanLayout
+from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_mixed
+from stretto.kernels.sampling import SampleScratch, sample_rows
+from stretto.models.fused import FusedDecoder
+from stretto.scheduler.batch import IntArray, StepPlan
+
+WHOLE, FORWARD = 0, 1
+"""Kinds of captured steps: with sampling, and up to the logits for mixes that plain torch samples."""
+
+
+def fused_runner(model: FusedDecoder, *, graphs: bool) -> MakeRunner:
+    """Makes runners for `model`; with `graphs`, `prepare` captures the ladder up to `max_num_seqs`."""
+    return partial(FusedRunner, model=model, graphs=graphs)
+
+
+class FusedRunner:
+    """`StepRunner` over a `FusedDecoder` and `TritonPagedAttention`."""
+
+    def __init__(self, parts: RunnerParts, *, model: FusedDecoder, graphs: bool) -> None:
+        config, device = parts.config, parts.tables.length_R.device
+        self._parts = parts
+        self._model = model
+        self._attention = cast(TritonPagedAttention, parts.attention)
+        self._kv_heads = model.config.num_kv_heads
+        self._inputs = StepInputs.allocate(config.max_rows, config.max_num_batched_tokens, device)
+        self._scratch = SampleScratch.allocate(config.max_rows, model.config.vocab_size, device)
+        sizes = ladder(config.max_rows)
+        self.graphs = DecodeGraphs(sizes, 2, self._decode) if graphs else None
+        self._rows_known: IntArray | None = None
+        """The rows that `inputs.slot_B` holds; the very array, as an unchanged batch keeps it."""
+
+    def prepare(self) -> None:
+        """Compile the kernels and capture the graphs. Blocks."""
+        if self.graphs is not None:
+            self.graphs.capture()
+
+    def knows(self, plan: StepPlan) -> bool:
+        """See `StepRunner`. hot path"""
+        return plan.slots_B is self._rows_known and not len(plan.page_id_U) and not plan.admitted
+
+    def run(self, plan: StepPlan, layout: PlanLayout, staged: Tensor) -> None:
+        """See `StepRunner`. hot path"""
+        parts, rows = self._parts, layout.num_rows
+        if not self.knows(plan):
+            apply_plan(staged, layout, parts.tables, self._inputs)
+            self._rows_known = plan.slots_B if not layout.num_prefill else None
+        if layout.num_prefill:
+            self._run_mixed(plan, layout, staged)
+        else:
+            kind = WHOLE if _is_plain(plan.mix) else FORWARD
+            size, logits_SV = self._decode_step(rows, kind)
+            if kind == FORWARD:
+                inputs = self._inputs
+                self._sample_in_torch(plan, logits_SV[:rows], inputs.slot_B[:rows], inputs.context_B[:rows])
+        if parts.lengths_B is not None:
+            parts.lengths_B[:rows] = parts.tables.length_R[self._inputs.slot_B[:rows]]
+
+    def _decode_step(self, rows: int, kind: int) -> tuple[int, Tensor]:
+        if self.graphs is not None:
+            return self.graphs.replay(rows, kind)
+        return rows, self._decode(rows, kind)
+
+    def _decode(self, rows: int, kind: int) -> Tensor:
+        """A decode step of `rows` rows, padding included, from `inputs.slot_B` and the tables; what graphs capture."""
+        parts, model, inputs = self._parts, self._model, self._inputs
+        tables, attention = parts.tables, self._attention
+        residual_BD = torch.empty(rows, model.config.hidden_size, dtype=model.dtype, device=inputs.slot_B.device)
+        derive_decode(
+            rows,
+            parts.config.page_size,
+            tables,
+            inputs,
+            attention.work,
+            self._kv_heads,
+            model.embedding_VD,
+            residual_BD,
+        )
+        attention.begin(self._paged_step(rows, rows, fresh=True, longest=1))
+        logits_SV = model.logits(*model.forward(residual_BD, attention.attend_projected))
+        if kind == WHOLE:
+            self._sample(logits_SV, inputs.slot_B, inputs.context_B)
+        return logits_SV
+
+    def _run_mixed(self, plan: StepPlan, layout: PlanLayout, staged: Tensor) -> None:
+        parts, model, inputs = self._parts, self._model, self._inputs
+        tables, attention, rows = parts.tables, self._attention, layout.num_rows
+        derive_mixed(
+            staged,
+            layout,
+            plan.num_decode,
+            parts.config.page_size,
+            tables,
+            inputs,
+            attention.work,
+            self._kv_heads,
+        )
+        fresh = not plan.start_B[plan.num_decode :].any()
+        step = self._paged_step(rows, plan.num_decode, fresh=fresh, longest=int(plan.num_new_B.max()))
+        attention.begin(step)
+        residual_TD = model.embed(inputs.input_ids_T[: plan.num_tokens])
+        residual_TD, update_TD = model.forward(residual_TD, attention.attend_projected)
+        if layout.num_sampled:
+            last_S = inputs.last_token_S[: layout.num_sampled]
+            update_SD = None if update_TD is None else update_TD[last_S]
+            logits_SV = model.logits(residual_TD[last_S], update_SD)
+            slot_S, position_S = inputs.slot_S[: layout.num_sampled], inputs.position_S[: layout.num_sampled]
+            if _is_plain(plan.mix):
+                self._sample(logits_SV, slot_S, position_S)
+            else:
+                choose(parts, plan, logits_SV.float(), slot_S, position_S)
+        tables.length_R[inputs.slot_B[:rows]] = inputs.context_B[:rows]
+
+    def _sample(self, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor) -> None:
+        tables = self._parts.tables
+        sample_rows(
+            logits_SV,
+            slot_S,
+            position_S,
+            tables.temperature_R,
+            tables.seed_R,
+            tables.token_ids_RL,
+            tables.length_R,
+            self._parts.sampled.tokens_S,
+            self._scratch,
+        )
+
+    def _sample_in_torch(self, plan: StepPlan, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor) -> None:
+        choose(self._parts, plan, logits_SV.float(), slot_S, position_S)
+        self._parts.tables.length_R[slot_S] = position_S
+
+    def _paged_step(self, rows: int, num_decode: int, *, fresh: bool, longest: int) -> PagedStep:
+        inputs = self._inputs
+        return PagedStep(
+            page_table_RM=self._parts.tables.page_table_RM,
+            slot_B=inputs.slot_B,
+            context_B=inputs.context_B,
+            query_end_B=inputs.query_end_B,
+            positions_T=inputs.positions_T,
+            location_T=inputs.location_T,
+            num_rows=rows,
+            num_decode=num_decode,
+            fresh=fresh,
+            longest_chunk=longest,
+        )
+
+
+def _is_plain(mix: SamplingMix) -> bool:
+    """Whether the sampling kernels cover the mix: greedy rows and temperatures, nothing else."""
+    filters = mix.any_top_k or mix.any_top_p or mix.any_min_p
+    return not (filters or mix.any_min_tokens or mix.num_logprobs >= 0)

@@ -1,0 +1,78 @@
+"""CUDA graphs of decode steps: one for each size of a ladder and each kind of step, captured once and replayed.
+
+Owns the graphs and the memory pool that they share; what is captured is the caller's. A captured step reads everything
+from buffers at fixed addresses. Steps of one stream never run at once, so all graphs may share one pool.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """Batch sizes to capture up to `most`: close where a padded row costs a noticeable part of a step."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
+    return tuple(size for size in sizes if size < most) + (most,)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured(Generic[Result]):
+    """A graph, and what the captured function returned: tensors that each replay writes anew."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Result
+
+
+class DecodeGraphs(Generic[Result]):
+    """Graphs of `work(size, kind)` for every size of a ladder and every kind."""
+
+    def __init__(self, sizes: tuple[int, ...], num_kinds: int, work: Callable[[int, int], Result]) -> None:
+        self.sizes = sizes
+        self._num_kinds = num_kinds
+        self._work = work
+        self._graphs: dict[tuple[int, int], Captured[Result]] = {}
+        self.capture_s = 0.0
+        """Seconds that `capture` took."""
+        self.pool_bytes = 0
+        """Device memory that the graphs hold."""
+
+    def capture(self) -> None:
+        """Capture them all in the current stream. Blocks; the largest first, so that the others fit into its memory.
+
+        Each is run once beforehand: that compiles kernels and lets libraries set themselves up outside the graph.
+        """
+        device = torch.cuda.current_device()
+        for size in reversed(self.sizes):
+            for kind in range(self._num_kinds):
+                self._work(size, kind)
+        torch.cuda.synchronize(device)
+        began, free_before = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            for kind in range(self._num_kinds):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool)
+                try:
+                    result = self._work(size, kind)
+                finally:
+                    graph.capture_end()
+                self._graphs[size, kind] = Captured(graph, result)
+        torch.cuda.synchronize(device)
+        self.capture_s = time.perf_counter() - began
+        self.pool_bytes = free_before - torch.cuda.mem_get_info(device)[0]
+
+    # hot path
+    def replay(self, rows: int, kind: int) -> tuple[int, Result]:
+        """Launch the graph of the smallest size that holds `rows`; (that size, the captured result). Never blocks."""
+        size = self.sizes[bisect.bisect_left(self.sizes, rows)]
+        captured = self._graphs[size, kind]
+        captured.graph.replay()
+        return size, captured.result

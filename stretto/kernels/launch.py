@@ -1,0 +1,35 @@
+"""How kernels are launched: whether Triton is there, interpreted or compiled, and dependent launch.
+
+Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and Synchronization"): a kernel
+may begin while the one before it in the stream still runs, up to its `gdc_wait`. Every kernel here waits before it
+reads or writes what another kernel touches; loads of weights may come before.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Kernels run in Triton's interpreter on CPU tensors (TRITON_INTERPRET=1, for tests)."""
+
+
+@functools.cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether kernels on `device` may be launched before the one in front of them has ended (Hopper and newer)."""
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the GPU; a small number under the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def options(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments that every kernel takes: `PDL`, and the launch option that goes with it."""
+    if dependent_launch(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}

@@ -1,0 +1,242 @@
+"""Causal attention of prompt chunks over paged keys and values, cached prefixes included.
+
+The online softmax of FlashAttention-2 (Dao, 2023). Legend: B rows, T tokens of the step, N query heads, K kv heads,
+H head dim, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.kernels.launch import options
+
+
+def prefill_attention_reference(
+    q_TNH: Tensor,
+    keys_PKSH: Tensor,
+    values_PKSH: Tensor,
+    page_table_RM: Tensor,
+    slot_B: Tensor,
+    context_B: Tensor,
+    query_end_B: Tensor,
+    first_row: int,
+    scale: float,
+) -> Tensor:
+    """Each new token of the rows from `first_row` on sees its row's tokens up to itself; float32, o_TNH in q's dtype.
+
+    Tokens of the rows before get zeros.
+    """
+    out_TNH = torch.zeros_like(q_TNH)
+    ends = [0, *query_end_B.tolist()]
+    for row in range(first_row, len(ends) - 1):
+        begin, end = ends[row], ends[row + 1]
+        context = int(context_B[row])
+        pages = page_table_RM[slot_B[row], : -(-context // keys_PKSH.shape[2])]
+        groups = q_TNH.shape[1] // keys_PKSH.shape[1]
+        keys_NCH = keys_PKSH[pages].transpose(0, 1).flatten(1, 2)[:, :context].float().repeat_interleave(groups, 0)
+        values_NCH = values_PKSH[pages].transpose(0, 1).flatten(1, 2)[:, :context].float().repeat_interleave(groups, 0)
+        scores_NtC = torch.einsum("tnh,nch->ntc", q_TNH[begin:end].float(), keys_NCH) * scale
+        position_t = torch.arange(context - (end - begin), context, device=q_TNH.device)
+        hidden_tC = torch.arange(context, device=q_TNH.device)[None, :] > position_t[:, None]
+        weights = scores_NtC.masked_fill(hidden_tC, float("-inf")).softmax(-1)
+        out_TNH[begin:end] = torch.einsum("ntc,nch->tnh", weights, values_NCH).to(q_TNH.dtype)
+    return out_TNH
+
+
+# hot path
+def prefill_attention(
+    q_TNH: Tensor,
+    keys_PKSH: Tensor,
+    values_PKSH: Tensor,
+    page_table_RM: Tensor,
+    slot_B: Tensor,
+    context_B: Tensor,
+    query_end_B: Tensor,
+    num_rows: int,
+    first_row: int,
+    scale: float,
+    out_TNH: Tensor,
+) -> None:
+    """`prefill_attention_reference` into `out_TNH`; tokens of rows before `first_row` are left as they are. Never blocks.
+
+    Keys and values of the new tokens must be in their pages.
+    """
+    tokens, heads, dim = q_TNH.shape
+    kv_heads = keys_PKSH.shape[1]
+    block_q, block_k = (128, 64) if dim <= 128 else (64, 32)
+    _prefill_attention[(tokens // block_q + num_rows, heads)](
+        q_TNH,
+        keys_PKSH,
+        values_PKSH,
+        page_table_RM,
+        slot_B,
+        context_B,
+        query_end_B,
+        out_TNH,
+        num_rows,
+        first_row,
+        q_TNH.stride(0),
+        keys_PKSH.stride(0),
+        page_table_RM.stride(0),
+        out_TNH.stride(0),
+        scale * 1.4426950408889634,
+        ROWS=triton.next_power_of_2(max(2, num_rows)),
+        GROUPS=heads // kv_heads,
+        DIM=dim,
+        DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        PAGE=keys_PKSH.shape[2],
+        BLOCK_Q=block_q,
+        BLOCK_K=block_k,
+        num_warps=8 if dim <= 128 else 4,
+        num_stages=3 if dim <= 128 else 2,
+        **options(q_TNH.device),
+    )
+
+
+@triton.jit
+def _attend_block(
+    q,
+    acc,
+    top,
+    total,
+    head_keys,
+    head_values,
+    table,
+    block,
+    context,
+    position,
+    page_stride,
+    scale,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    d = tl.arange(0, DIM_PAD)
+    token = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    if MASKED:
+        page = tl.load(table + token // PAGE, mask=token < context, other=0).to(tl.int64)
+        inside = (token < context)[:, None] & (d < DIM)[None, :]
+    else:
+        page = tl.load(table + token // PAGE).to(tl.int64)
+        inside = (d < DIM)[None, :] & (token >= 0)[:, None]
+    place = (page * page_stride + (token % PAGE) * DIM)[:, None] + d[None, :]
+    k = tl.load(head_keys + place, mask=inside, other=0.0)
+    v = tl.load(head_values + place, mask=inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k)) * scale
+    if MASKED:
+        scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+    return acc, new_top, total
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_row"])
+def _prefill_attention(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    page_table_ptr,
+    slot_ptr,
+    context_ptr,
+    query_end_ptr,
+    out_ptr,
+    num_rows,
+    first_row,
+    q_stride,
+    page_stride,
+    table_stride,
+    out_stride,
+    scale,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    head = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # Row b's query blocks begin at program start[b] // BLOCK_Q + b: distinct, in order, known to every program.
+    b = tl.arange(0, ROWS)
+    start_B = tl.load(query_end_ptr + b - 1, mask=(b > 0) & (b < num_rows), other=0)
+    row = tl.sum(((start_B // BLOCK_Q + b <= program) & (b < num_rows)).to(tl.int32), 0) - 1
+    end = tl.load(query_end_ptr + row)
+    start = tl.load(query_end_ptr + row - 1, mask=row > 0, other=0)
+    first_query = (program - (start // BLOCK_Q + row)) * BLOCK_Q
+    num_new = end - start
+    if (row >= first_row) & (first_query < num_new):
+        slot = tl.load(slot_ptr + row).to(tl.int64)
+        context = tl.load(context_ptr + row)
+        past = context - num_new
+        query = first_query + tl.arange(0, BLOCK_Q)
+        d = tl.arange(0, DIM_PAD)
+        inside = (query < num_new)[:, None] & (d < DIM)[None, :]
+        token_row = (start + query)[:, None]
+        q = tl.load(q_ptr + token_row * q_stride + head * DIM + d[None, :], mask=inside, other=0.0)
+        position = past + query
+        table = page_table_ptr + slot * table_stride
+        head_keys = keys_ptr + (head // GROUPS) * (PAGE * DIM)
+        head_values = values_ptr + (head // GROUPS) * (PAGE * DIM)
+        top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_Q,), tl.float32)
+        acc = tl.zeros((BLOCK_Q, DIM_PAD), tl.float32)
+        whole = ((past + first_query + 1) // BLOCK_K).to(tl.int32)
+        seen = tl.minimum(context, past + first_query + BLOCK_Q)
+        last = ((seen + BLOCK_K - 1) // BLOCK_K).to(tl.int32)
+        for block in range(0, whole):
+            acc, top, total = _attend_block(
+                q,
+                acc,
+                top,
+                total,
+                head_keys,
+                head_values,
+                table,
+                block,
+                context,
+                position,
+                page_stride,
+                scale,
+                MASKED=False,
+                DIM=DIM,
+                DIM_PAD=DIM_PAD,
+                PAGE=PAGE,
+                BLOCK_K=BLOCK_K,
+            )
+        for block in range(whole, last):
+            acc, top, total = _attend_block(
+                q,
+                acc,
+                top,
+                total,
+                head_keys,
+                head_values,
+                table,
+                block,
+                context,
+                position,
+                page_stride,
+                scale,
+                MASKED=True,
+                DIM=DIM,
+                DIM_PAD=DIM_PAD,
+                PAGE=PAGE,
+                BLOCK_K=BLOCK_K,
+            )
+        o = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        tl.store(
+            out_ptr + token_row * out_stride + head * DIM + d[None, :], o.to(out_ptr.dtype.element_ty), mask=inside
+        )

@@ -1,0 +1,167 @@
+"""Norm of q and k heads, rotary turn, and the write of new keys and values into their pages, in one kernel.
+
+Legend: T tokens, N query heads, K kv heads, Q = N + K, X = N + 2 K, H head dim, P pages, S page size, L positions.
+Head dimensions are in pair order: elements 2i and 2i + 1 turn together (models/rope.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.kernels.launch import options
+
+_HEADS = 8
+"""Heads that one program handles."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What happens to every head of q and k before attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    norm_weight_QH: Tensor | None
+    """RMS norm's weight for each head of q, then of k; None: no norm."""
+    eps: float
+    turns_LH: Tensor
+    """float32 [L, H]: cosine and sine of every pair in turn, at every position."""
+
+
+def rope_write_reference(
+    qkv_TXH: Tensor,
+    positions_T: Tensor,
+    location_T: Tensor,
+    transform: HeadTransform,
+    keys_PKSH: Tensor,
+    values_PKSH: Tensor,
+) -> None:
+    """Norm and turn q and k of `qkv_TXH` in place, then store k and v at `location` (page * S + offset) of the cache."""
+    heads, kv_heads = transform.num_heads, transform.num_kv_heads
+    page_size = keys_PKSH.shape[2]
+    qk_TQH = qkv_TXH[:, : heads + kv_heads].float()
+    if transform.norm_weight_QH is not None:
+        factor = torch.rsqrt(qk_TQH.square().mean(-1, keepdim=True) + transform.eps)
+        qk_TQH = qk_TQH * factor * transform.norm_weight_QH.float()
+    turns_T1hC = torch.view_as_complex(transform.turns_LH.unflatten(-1, (-1, 2)))[positions_T].unsqueeze(1)
+    turned = torch.view_as_real(torch.view_as_complex(qk_TQH.unflatten(-1, (-1, 2)).contiguous()) * turns_T1hC)
+    qkv_TXH[:, : heads + kv_heads] = turned.flatten(-2).to(qkv_TXH.dtype)
+    page_T, offset_T = location_T // page_size, location_T % page_size
+    keys_PKSH[page_T, :, offset_T] = qkv_TXH[:, heads : heads + kv_heads]
+    values_PKSH[page_T, :, offset_T] = qkv_TXH[:, heads + kv_heads :]
+
+
+# hot path
+def rope_write(
+    qkv_TXH: Tensor,
+    positions_T: Tensor,
+    location_T: Tensor,
+    transform: HeadTransform,
+    keys_PKSH: Tensor,
+    values_PKSH: Tensor,
+) -> None:
+    """`rope_write_reference` in one kernel. `qkv_TXH` contiguous; positions and locations int64. Never blocks."""
+    tokens, width, dim = qkv_TXH.shape
+    heads, kv_heads = transform.num_heads, transform.num_kv_heads
+    q_groups, kv_groups = triton.cdiv(heads, _HEADS), triton.cdiv(kv_heads, _HEADS)
+    norm = transform.norm_weight_QH
+    _rope_write[(tokens, q_groups + 2 * kv_groups)](
+        qkv_TXH,
+        positions_T,
+        location_T,
+        transform.turns_LH if norm is None else norm,
+        transform.turns_LH,
+        keys_PKSH,
+        values_PKSH,
+        keys_PKSH.stride(0),
+        transform.eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        WIDTH=width,
+        DIM=dim,
+        BLOCK=triton.next_power_of_2(dim),
+        PAGE=keys_PKSH.shape[2],
+        GROUP=_HEADS,
+        NORM=norm is not None,
+        num_warps=4,
+        **options(qkv_TXH.device),
+    )
+
+
+@triton.jit
+def _rope_write(
+    qkv_ptr,
+    positions_ptr,
+    location_ptr,
+    norm_ptr,
+    turns_ptr,
+    keys_ptr,
+    values_ptr,
+    page_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    q_groups: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    kv_groups: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
+    d = tl.arange(0, BLOCK)
+    within = tl.arange(0, GROUP)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    is_q = group < q_groups
+    is_v = group >= q_groups + kv_groups
+    # Heads counted over q, then k, then v; `kv_head` within k or v.
+    if is_q:
+        kv_head = group * GROUP + within
+        first = 0
+        count = HEADS
+    elif is_v:
+        kv_head = (group - q_groups - kv_groups) * GROUP + within
+        first = HEADS + KV_HEADS
+        count = KV_HEADS
+    else:
+        kv_head = (group - q_groups) * GROUP + within
+        first = HEADS
+        count = KV_HEADS
+    inside = (kv_head < count)[:, None] & (d < DIM)[None, :]
+    place = qkv_ptr + token * (WIDTH * DIM) + (first + kv_head)[:, None] * DIM + d[None, :]
+    x = tl.load(place, mask=inside, other=0.0)
+    if not is_v:
+        wide = x.to(tl.float32)
+        if NORM:
+            factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / DIM + eps)
+            weight = tl.load(norm_ptr + (first + kv_head)[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+            wide = wide * factor[:, None] * weight.to(tl.float32)
+        position = tl.load(positions_ptr + token)
+        turns = tl.load(turns_ptr + position * DIM + d, mask=d < DIM, other=0.0)
+        cosine, sine = tl.split(tl.reshape(turns, (BLOCK // 2, 2)))
+        even, odd = tl.split(tl.reshape(wide, (GROUP, BLOCK // 2, 2)))
+        turned = tl.join(
+            even * cosine[None, :] - odd * sine[None, :],
+            even * sine[None, :] + odd * cosine[None, :],
+        )
+        x = tl.reshape(turned, (GROUP, BLOCK)).to(x.dtype)
+        tl.store(place, x, mask=inside)
+    if not is_q:
+        location = tl.load(location_ptr + token)
+        offset = (
+            (location // PAGE) * page_stride + kv_head[:, None] * (PAGE * DIM) + (location % PAGE) * DIM + d[None, :]
+        )
+        if is_v:
+            tl.store(values_ptr + offset, x, mask=inside)
+        else:
+            tl.store(keys_ptr + offset, x, mask=inside)

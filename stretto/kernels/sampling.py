@@ -1,0 +1,262 @@
+"""Greedy and temperature sampling in three small kernels that read the logits at most twice, in their own dtype.
+
+The same choice as `engine/sampler.py` makes of rows without filters: argmax p / E with E = -log1p(-u), u from the
+counter-based numbers of `engine/random.py`. The random bits are equal to the bit; exp and log differ in last bits, so a
+token could differ only where two scores are that close. Legend: S sampled rows, V vocabulary, G blocks of it, R slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.kernels.launch import options
+
+_BLOCK = 4096
+
+_SAMPLE_64: tl.constexpr = tl.constexpr(0xD1B54A32D192ED03)
+_GOLDEN_64: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_64_0: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_64_1: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+_GOLDEN_32: tl.constexpr = tl.constexpr(0x9E3779B1)
+_MIX_32_0: tl.constexpr = tl.constexpr(0x7FEB352D)
+_MIX_32_1: tl.constexpr = tl.constexpr(0x846CA68B)
+_TO_UNIT: tl.constexpr = tl.constexpr((1.0 - 2.0**-24) * 2.0**-31)
+_GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)
+_HIGHEST_TEMPERATURE: tl.constexpr = tl.constexpr(2.0**60)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScratch:
+    """Best values of each block, at fixed addresses."""
+
+    maximum_SG: Tensor
+    maximum_id_SG: Tensor
+    score_SG: Tensor
+    score_id_SG: Tensor
+
+    @classmethod
+    def allocate(cls, max_rows: int, vocabulary: int, device: torch.device) -> SampleScratch:
+        """Room for `max_rows` rows of `vocabulary` logits."""
+        shape = (max_rows, triton.cdiv(vocabulary, _BLOCK))
+        return cls(
+            torch.zeros(shape, dtype=torch.float32, device=device),
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(shape, dtype=torch.float32, device=device),
+            torch.zeros(shape, dtype=torch.int32, device=device),
+        )
+
+
+# hot path
+def sample_rows(
+    logits_SV: Tensor,
+    slot_S: Tensor,
+    position_S: Tensor,
+    temperature_R: Tensor,
+    seed_R: Tensor,
+    token_ids_RL: Tensor,
+    length_R: Tensor,
+    tokens_S: Tensor,
+    scratch: SampleScratch,
+    *,
+    greedy_only: bool = False,
+) -> None:
+    """Choose a token for each row of logits (any float dtype), feed it back, and advance the row's length. Never blocks.
+
+    Writes `tokens_S` (int64; -1: the row failed, as in `engine.sampler.sample`), `token_ids[slot, position]` (0 for a
+    failed row) and `length[slot] = position`. Rows of slot 0 are padding: only their `tokens_S` is written.
+    `greedy_only`: the host knows that no row is random.
+    """
+    rows, vocabulary = logits_SV.shape
+    blocks = triton.cdiv(vocabulary, _BLOCK)
+    launch = options(logits_SV.device)
+    stride = scratch.maximum_SG.stride(0)
+    _row_maxima[(blocks, rows)](
+        logits_SV,
+        scratch.maximum_SG,
+        scratch.maximum_id_SG,
+        logits_SV.stride(0),
+        stride,
+        VOCABULARY=vocabulary,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        **launch,
+    )
+    if not greedy_only:
+        _draw[(blocks, rows)](
+            logits_SV,
+            slot_S,
+            position_S,
+            temperature_R,
+            seed_R,
+            scratch.maximum_SG,
+            scratch.score_SG,
+            scratch.score_id_SG,
+            logits_SV.stride(0),
+            stride,
+            VOCABULARY=vocabulary,
+            BLOCK=_BLOCK,
+            BLOCKS=blocks,
+            BLOCKS_PAD=triton.next_power_of_2(blocks),
+            num_warps=8,
+            **launch,
+        )
+    _choose[(rows,)](
+        slot_S,
+        position_S,
+        temperature_R,
+        scratch.maximum_SG,
+        scratch.maximum_id_SG,
+        scratch.score_SG,
+        scratch.score_id_SG,
+        token_ids_RL,
+        length_R,
+        tokens_S,
+        stride,
+        token_ids_RL.stride(0),
+        BLOCKS=blocks,
+        BLOCKS_PAD=triton.next_power_of_2(blocks),
+        GREEDY_ONLY=greedy_only,
+        num_warps=1,
+        **launch,
+    )
+
+
+@triton.jit
+def _row_maxima(
+    logits_ptr,
+    maximum_ptr,
+    maximum_id_ptr,
+    logits_stride,
+    stride,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    v = block * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(logits_ptr + row * logits_stride + v, mask=v < VOCABULARY, other=float("-inf")).to(tl.float32)
+    # A NaN must not get lost in the maximum: it makes the row fail like an infinity does.
+    x = tl.where(x != x, float("inf"), x)
+    best = tl.max(x, 0)
+    first = tl.min(tl.where(x == best, v, VOCABULARY), 0)
+    tl.store(maximum_ptr + row * stride + block, best)
+    tl.store(maximum_id_ptr + row * stride + block, first)
+
+
+@triton.jit
+def _mix64(z):
+    z = (z ^ (z >> 30)) * _MIX_64_0
+    z = (z ^ (z >> 27)) * _MIX_64_1
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def exponential(seed, position, ids):
+    """-log1p(-u) of the number of (seed, position, token id): float32, for int64 scalars and int32 ids."""
+    key = _mix64(seed.to(tl.uint64, bitcast=True) ^ _SAMPLE_64)
+    key = _mix64(key + (position + 1).to(tl.uint64) * _GOLDEN_64)
+    low = (key & 0xFFFFFFFF).to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
+    h = (ids.to(tl.uint32) * _GOLDEN_32) ^ low
+    h = (h ^ (h >> 16)) * _MIX_32_0
+    h = h + high
+    h = (h ^ (h >> 15)) * _MIX_32_1
+    signed = h.to(tl.int32, bitcast=True)
+    bits = signed ^ (signed >> 16)
+    u = (bits.to(tl.float32) + 0.5) * _TO_UNIT
+    # log1p(-u) by Kahan: exact in what rounding 1 - u lost.
+    y = 1.0 - u
+    away = 1.0 - y
+    return tl.where(away == 0.0, u, -tl.log(y) * (u / tl.where(away == 0.0, 1.0, away)))
+
+
+@triton.jit
+def _draw(
+    logits_ptr,
+    slot_ptr,
+    position_ptr,
+    temperature_ptr,
+    seed_ptr,
+    maximum_ptr,
+    score_ptr,
+    score_id_ptr,
+    logits_stride,
+    stride,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    v = block * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(slot_ptr + row)
+    temperature = tl.load(temperature_ptr + slot)
+    if temperature >= _GREEDY_BELOW:
+        b = tl.arange(0, BLOCKS_PAD)
+        best = tl.max(tl.load(maximum_ptr + row * stride + b, mask=b < BLOCKS, other=float("-inf")), 0)
+        x = tl.load(logits_ptr + row * logits_stride + v, mask=v < VOCABULARY, other=float("-inf")).to(tl.float32)
+        distance = tl.abs((best - x) / tl.minimum(temperature, _HIGHEST_TEMPERATURE))
+        noise = exponential(tl.load(seed_ptr + slot), tl.load(position_ptr + row), v)
+        score = tl.exp(-distance) / noise
+        score = tl.where((v < VOCABULARY) & (score == score), score, -1.0)
+        top = tl.max(score, 0)
+        tl.store(score_ptr + row * stride + block, top)
+        tl.store(score_id_ptr + row * stride + block, tl.min(tl.where(score == top, v, VOCABULARY), 0))
+
+
+@triton.jit
+def _choose(
+    slot_ptr,
+    position_ptr,
+    temperature_ptr,
+    maximum_ptr,
+    maximum_id_ptr,
+    score_ptr,
+    score_id_ptr,
+    token_ids_ptr,
+    length_ptr,
+    tokens_ptr,
+    stride,
+    token_stride,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
+    GREEDY_ONLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    b = tl.arange(0, BLOCKS_PAD)
+    inside = b < BLOCKS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(slot_ptr + row)
+    position = tl.load(position_ptr + row)
+    value = tl.load(maximum_ptr + row * stride + b, mask=inside, other=float("-inf"))
+    best = tl.max(value, 0)
+    usable = (best < float("inf")) & (best > float("-inf"))
+    ids = tl.load(maximum_id_ptr + row * stride + b, mask=inside, other=2147483647)
+    token = tl.min(tl.where(value == best, ids, 2147483647), 0)
+    if not GREEDY_ONLY:
+        if tl.load(temperature_ptr + slot) >= _GREEDY_BELOW:
+            score = tl.load(score_ptr + row * stride + b, mask=inside, other=-1.0)
+            top = tl.max(score, 0)
+            drawn = tl.load(score_id_ptr + row * stride + b, mask=inside, other=2147483647)
+            token = tl.min(tl.where(score == top, drawn, 2147483647), 0)
+    tl.store(tokens_ptr + row, tl.where(usable, token, -1).to(tl.int64))
+    if slot != 0:
+        tl.store(token_ids_ptr + slot * token_stride + position, tl.where(usable, token, 0).to(tl.int64))
+        tl.store(length_ptr + slot, position)

@@ -1,0 +1,145 @@
+"""A decoder's forward pass in few kernels, for a GPU: the arithmetic of `decoder.py`, fused where neighbours can be.
+
+Owns no weights: it reads a `Decoder`'s. Heads' norm, turn and the write to the cache are one kernel of the attention
+backend. Legend: T tokens, S sampled rows, N query heads, K kv heads, X = N + 2 K, H head dim, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.errors import NotSupported
+from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
+from stretto.kernels.rope_write import HeadTransform
+from stretto.kernels.small_matmul import Norm, small_matmul
+from stretto.layers.linear import Linear, PlainLinear
+from stretto.layers.norm import RMSNorm
+from stretto.models.config import ModelConfig
+from stretto.models.decoder import Decoder
+
+AttendProjected = Callable[[int, Tensor, HeadTransform], Tensor]
+"""(layer, qkv_TXH, transform) -> o_TNH."""
+
+SMALL_ROWS = 1
+"""Up to this many rows, products run in `small_matmul`, fused with norms, gates and additions; beyond it in cuBLAS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear layer's tensors."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+
+    @classmethod
+    def of(cls, linear: Linear) -> Matrix:
+        """Raises NotSupported for a packed format."""
+        if not isinstance(linear, PlainLinear):
+            raise NotSupported(f"fused layers need plain weights, not {type(linear).__name__}")
+        return cls(linear.weight_OI, linear.bias_O)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """hot path"""
+        return F.linear(x_TI, self.weight_OI, self.bias_O)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """One layer's tensors."""
+
+    attention_norm: Norm
+    qkv: Matrix
+    transform: HeadTransform
+    o: Matrix
+    mlp_norm: Norm
+    gate_up: Matrix
+    down: Matrix
+
+
+class FusedDecoder:
+    """Runs a `Decoder`. All calls are work on a stream; none blocks the host or looks at a value."""
+
+    def __init__(self, decoder: Decoder, *, small_rows: int = SMALL_ROWS) -> None:
+        """Raises NotSupported for weights in a packed format (a CPU's)."""
+        config = decoder.config
+        turns_LH = decoder.rope.turns_LH
+        layers = []
+        for layer in decoder.layers:
+            attention, norm = layer.attention, layer.attention.qk_norm
+            transform = HeadTransform(
+                config.num_heads,
+                config.num_kv_heads,
+                None if norm is None else norm.weight_QH,
+                0.0 if norm is None else norm.eps,
+                turns_LH,
+            )
+            layers.append(
+                FusedLayer(
+                    attention_norm=_norm(layer.attention_norm),
+                    qkv=Matrix.of(attention.qkv),
+                    transform=transform,
+                    o=Matrix.of(attention.o),
+                    mlp_norm=_norm(layer.mlp_norm),
+                    gate_up=Matrix.of(layer.mlp.gate_up),
+                    down=Matrix.of(layer.mlp.down),
+                )
+            )
+        self.config: ModelConfig = config
+        self.decoder = decoder
+        self.small_rows = small_rows
+        self.embedding_VD = decoder.embedding.weight_VD
+        self._layers = tuple(layers)
+        self._final_norm = _norm(decoder.norm)
+        self._head = Matrix.of(decoder.head)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of hidden states."""
+        return self.decoder.kv_dtype
+
+    def embed(self, input_ids_T: Tensor) -> Tensor:
+        """residual_TD of token ids, a fresh tensor. hot path"""
+        return self.decoder.embedding(input_ids_T)
+
+    def forward(self, residual_TD: Tensor, attend: AttendProjected) -> tuple[Tensor, Tensor | None]:
+        """(residual, update): their sum is what the last norm reads. Changes `residual_TD` in place. hot path"""
+        if residual_TD.shape[0] <= self.small_rows:
+            for index, layer in enumerate(self._layers):
+                self._small_layer(index, layer, residual_TD, attend)
+            return residual_TD, None
+        update_TD: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            norm = layer.attention_norm
+            x_TD = add_rms_norm(residual_TD, update_TD, norm.weight, norm.eps)
+            o_TNH = attend(index, self._heads(layer.qkv(x_TD)), layer.transform)
+            update_TD = layer.o(o_TNH.flatten(1))
+            x_TD = add_rms_norm(residual_TD, update_TD, layer.mlp_norm.weight, layer.mlp_norm.eps)
+            update_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
+        return residual_TD, update_TD
+
+    def logits(self, residual_SD: Tensor, update_SD: Tensor | None) -> Tensor:
+        """Logits of rows of what `forward` gave, [S, V] in the weights' dtype. hot path"""
+        norm, head = self._final_norm, self._head
+        if residual_SD.shape[0] <= self.small_rows and update_SD is None:
+            return small_matmul(residual_SD, head.weight_OI, head.bias_O, norm=norm)
+        return head(add_rms_norm(residual_SD, update_SD, norm.weight, norm.eps))
+
+    def _small_layer(self, index: int, layer: FusedLayer, residual_TD: Tensor, attend: AttendProjected) -> None:
+        qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
+        qkv_TX = small_matmul(residual_TD, qkv.weight_OI, qkv.bias_O, norm=layer.attention_norm)
+        o_TNH = attend(index, self._heads(qkv_TX), layer.transform)
+        small_matmul(o_TNH.flatten(1), o.weight_OI, o.bias_O, add_to=residual_TD)
+        gated_TF = small_matmul(residual_TD, gate_up.weight_OI, gate_up.bias_O, norm=layer.mlp_norm, gate=True)
+        small_matmul(gated_TF, down.weight_OI, down.bias_O, add_to=residual_TD)
+
+    def _heads(self, qkv_TX: Tensor) -> Tensor:
+        return qkv_TX.view(qkv_TX.shape[0], -1, self.config.head_dim)
+
+
+def _norm(norm: RMSNorm) -> Norm:
+    return Norm(norm.weight_D, norm.eps)
