@@ -59,7 +59,7 @@ def test_what_can_never_fit_is_refused_at_entry() -> None:
     simulation = Simulation(small_config(max_model_len=24))
     with pytest.raises(InvalidRequest, match="24 tokens; at most 23 fit into the context length of 24"):
         simulation.runtime.add([1] * 24, SHORT)
-    with pytest.raises(InvalidRequest, match="holds 20 tokens .5 pages of 4., fewer than max_model_len .24."):
+    with pytest.raises(InvalidRequest, match=r"holds 20 tokens .5 pages of 4., fewer than max_model_len .24."):
         small_config(num_pages=6)
 
 

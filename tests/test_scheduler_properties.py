@@ -1,4 +1,4 @@
-"""Property tests: whatever arrives, aborts and ends, at any depth, chunking and timing, streams are the serial loop's."""
+"""Property tests: whatever arrives, aborts and ends, at any depth, chunk size and timing: the serial loop's streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.device.checking import CheckingDevice
 from stretto.request import SamplingParams
 from tests.helpers.simulation import VOCAB, Simulation, Stream, small_config
 
-EXAMPLES = int(os.environ.get("STRETTO_EXAMPLES", "1500"))
+EXAMPLES = int(os.environ.get("STRETTO_EXAMPLES", "1700"))
 """Runs of the state machine; a long soak sets more (`make soak`)."""
 
 DELAYS = [((0.0, 1e-3), (0.0, 1e-3)), ((0.0, 5e-3), (0.0, 1e-4)), ((0.0, 1e-4), (0.0, 5e-3)), ((0.0, 0.0), (0.0, 0.0))]
@@ -113,7 +113,7 @@ def test_any_interleaving_gives_the_serial_streams() -> None:
     chunk=st.integers(1, 20),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_chunk_size_gives_the_serial_streams(
     load: list[tuple[list[int], SamplingParams]], depth: int, chunk: int, seed: int
 ) -> None:
