@@ -1,0 +1,77 @@
+"""The engine on a device with a real worker thread: same streams under real concurrency, checked and unchecked."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.device.cpu import CpuDevice
+from stretto.device.delayed import DelayedCpuDevice
+from stretto.request import SamplingParams
+from stretto.scheduler.integrity import IntegrityError
+from tests.helpers.simulation import Simulation, small_config
+
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+def _load(simulation: Simulation) -> None:
+    streams = [simulation.add([1 + (i + j) % 10 for j in range(1 + 3 * i)], PARAMS) for i in range(5)]
+    simulation.run()
+    for stream in streams:
+        simulation.assert_as_expected(stream)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_delays_change_no_token(depth: int, seed: int) -> None:
+    slow, fast = (0.0, 1e-3), (0.0, 1e-5)
+    device_delay, host_delay = (slow, fast) if seed % 2 else (fast, slow)
+    device = DelayedCpuDevice(seed, device_delay=device_delay, host_delay=host_delay)
+    try:
+        _load(Simulation(small_config(overlap_depth=depth, num_pages=9 + 4 * seed), device))
+    finally:
+        device.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("checked", [False, True])
+def test_the_plain_device_gives_the_serial_streams(depth: int, checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With STRETTO_CHECK=1 all books are checked after each step, and released pages and rows are poisoned."""
+    monkeypatch.setenv("STRETTO_CHECK", "1" if checked else "0")
+    device = CpuDevice(1)
+    try:
+        simulation = Simulation(small_config(overlap_depth=depth, num_pages=9), device)
+        assert (simulation.runtime.scheduler.monitor is not None) == checked
+        _load(simulation)
+    finally:
+        device.close()
+
+
+def test_a_violation_stops_with_a_readable_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_CHECK", "1")
+    device = CpuDevice(1)
+    try:
+        simulation = Simulation(small_config(), device)
+        stream = simulation.add([1, 2, 3, 4, 5], PARAMS)
+        simulation.turn()
+        simulation.runtime.scheduler.pages.pool.share(stream.request.pages[:1])
+        with pytest.raises(IntegrityError) as caught:
+            simulation.run()
+    finally:
+        device.close()
+    assert "page 1: the pool counts 3 holders, there are 2" in str(caught.value)
+    assert "uid  slot  state" in str(caught.value)
+
+
+def test_a_length_that_differs_from_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_CHECK", "1")
+    device = CpuDevice(1)
+    try:
+        simulation = Simulation(small_config(), device)
+        stream = simulation.add([1, 2, 3], PARAMS)
+        simulation.turn()
+        tables = simulation.runtime.engine.tables
+        simulation.runtime.engine.stream.run(lambda: tables.length_R[stream.request.slot].add_(1) and None)
+        with pytest.raises(RuntimeError, match="the device's lengths are"):
+            simulation.run()
+    finally:
+        device.close()
