@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import torch
+
+# Triton's kernels run in its interpreter where there is no GPU. Read when a kernel is defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from stretto.models import embedded
+from tests.helpers.server_fixture import client, dummy_model, server  # noqa: F401
 
 
 @pytest.fixture(scope="session")
