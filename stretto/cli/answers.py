@@ -50,29 +50,28 @@ class AnswerPrinter:
         """Print what the answer whose turn it is has; go on with the next when it is complete."""
         while self._turn < len(self._keys):
             key = self._keys[self._turn]
-            if self._live is None or key in self._finished:
-                self._write(key, "".join(self._waiting[key]))
+            if self._live is None:
+                self._write(self._headings.pop(key, "") + "".join(self._waiting[key]))
                 self._waiting[key].clear()
             if key not in self._finished:
                 break
-            self._write_end()
-            self._turn += 1
+            self._turn += 1  # before it is printed: what grows below is drawn again with it, without this one
+            last = self._turn == len(self._keys)
+            if self._live is None:
+                self._write("\n" if last else "\n\n")
+            else:
+                self._print_above(self._headings[key], "".join(self._waiting[key]) + ("" if last else "\n"))
 
-    def _write(self, key: tuple[int, int], text: str) -> None:
-        heading = self._headings.pop(key, "")
-        if self._live is not None:
-            self._live.console.print(heading + text, markup=False, highlight=False, end="", soft_wrap=True)
-        else:
-            sys.stdout.write(heading + text)
-            sys.stdout.flush()
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
-    def _write_end(self) -> None:
-        last = self._turn == len(self._keys) - 1
-        if self._live is not None:
-            self._live.console.print("" if last else "\n", end="\n")
-        else:
-            sys.stdout.write("\n" if last else "\n\n")
-            sys.stdout.flush()
+    def _print_above(self, heading: str, text: str) -> None:
+        """Print a complete answer above those that still grow: whole lines only, the others are drawn over."""
+        from rich.text import Text
+
+        self._live.console.print(Text.assemble((heading, "bold"), text))
 
     def _view(self) -> Any:
         """What is shown below the printed answers while they grow."""
@@ -80,7 +79,7 @@ class AnswerPrinter:
 
         view = Text()
         for key in self._keys[self._turn :]:
-            view.append(self._headings.get(key, ""), style="bold")
+            view.append(self._headings[key], style="bold")
             view.append("".join(self._waiting[key]) + "\n\n")
         return view
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 class LoadProgress:
-    """Told `(what, fraction)`: a bar on a terminal, a line for each new `what` and each quarter elsewhere."""
+    """Told `(what, fraction)`: a line for each new `what`, and a bar on a terminal, a line each quarter elsewhere."""
 
     def __init__(self) -> None:
         self._bars: Any = None
@@ -27,6 +27,7 @@ class LoadProgress:
         if what != self._what:
             if self._task is not None:
                 self._bars.remove_task(self._task)
+            self._bars.console.print(f"stretto: {what}", style="dim", markup=False, highlight=False)
             self._task, self._what = self._bars.add_task(what, total=1.0), what
         self._bars.update(self._task, completed=fraction)
 
@@ -42,9 +43,9 @@ class LoadProgress:
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+            columns = (SpinnerColumn(), BarColumn(), TaskProgressColumn())
             self._bars = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bars.start()
         return self
