@@ -1,0 +1,124 @@
+"""Call stacks from nested spans: what was a thread doing at a moment, or during an interval?
+
+Owns the nesting. A span belongs to the innermost span of its thread that has begun and not ended when it begins; small
+overhangs, which clocks of different resolution cause, are forgiven.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stretto.observe.trace.model import HostKind, HostSpans, Ints, Trace
+from stretto.observe.trace.names import family, frame, is_user_frame
+
+_SHARE = 0.5  # a frame explains an interval if it covers this much of it
+
+
+class Stacks:
+    """Nesting of all host spans of a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._names = trace.names
+        self._host: HostSpans = trace.host
+        self.parent = _parents(trace.host)
+        self._first, self._children = _children(self.parent)
+        threads = np.arange(len(trace.threads) + 1)
+        self._thread_first = np.searchsorted(trace.host.thread, threads)
+        order = np.flatnonzero(self.parent < 0)
+        self._roots = [order[(order >= a) & (order < b)] for a, b in zip(*self._bounds(), strict=True)]
+
+    def _bounds(self) -> tuple[list[int], list[int]]:
+        first = self._thread_first.tolist()
+        return first[:-1], first[1:]
+
+    def ancestors(self, span: int) -> list[int]:
+        """The span and what encloses it, innermost first."""
+        found = []
+        while span >= 0:
+            found.append(span)
+            span = int(self.parent[span])
+        return found
+
+    def at(self, thread: int, time: int) -> int:
+        """The innermost span of a thread at a moment; -1 if there is none."""
+        a, b = int(self._thread_first[thread]), int(self._thread_first[thread + 1])
+        span = a + int(np.searchsorted(self._host.start[a:b], time, side="right")) - 1
+        if span < a:
+            return -1
+        while span >= 0 and self._host.end[span] <= time:
+            span = int(self.parent[span])
+        return span
+
+    def during(self, thread: int, start: int, end: int) -> int:
+        """The innermost span that covers at least half of an interval; -1 if none does."""
+        found = -1
+        level = self._roots[thread]
+        while len(level):
+            starts = self._host.start[level]
+            a = max(0, int(np.searchsorted(starts, start, side="right")) - 1)
+            b = int(np.searchsorted(starts, end, side="left"))
+            near = level[a:b]
+            if not len(near):
+                break
+            inside = np.minimum(self._host.end[near], end) - np.maximum(self._host.start[near], start)
+            best = int(inside.argmax())
+            if inside[best] < _SHARE * (end - start):
+                break
+            found = int(near[best])
+            level = self._children[self._first[found] : self._first[found + 1]]
+        return found
+
+    def frames(self, span: int) -> list[str]:
+        """Names from the innermost to the outermost."""
+        return [self._names[self._host.name[i]] for i in self.ancestors(span)]
+
+    def location(self, span: int) -> str:
+        """Where in somebody's code a span is: the innermost frame of their own, else the innermost name that says
+        something; "" for -1.
+        """
+        python = ""
+        other = ""
+        annotation = ""
+        name: str
+        for i in self.ancestors(span):
+            name = self._names[self._host.name[i]]
+            kind = self._host.kind[i]
+            if kind == HostKind.PYTHON:
+                if is_user_frame(name):
+                    return name
+                if not python and frame(name) is not None:
+                    python = name
+            elif kind == HostKind.ANNOTATION:
+                annotation = annotation or family(name).rstrip(" #")
+            elif kind == HostKind.OPERATOR:
+                other = name  # the outermost operator is the one that the program called
+        return annotation or python or other
+
+
+def _parents(host: HostSpans) -> Ints:
+    """For every span the index of the one around it, or -1."""
+    parent = np.full(len(host), -1, dtype=np.int64)
+    stack: list[tuple[int, int]] = []  # (end, span)
+    thread = -1
+    result = []
+    for i, (start, end, owner) in enumerate(
+        zip(host.start.tolist(), host.end.tolist(), host.thread.tolist(), strict=True)
+    ):
+        if owner != thread:
+            stack.clear()
+            thread = owner
+        while stack and stack[-1][0] <= start and not (stack[-1][0] == start == end):
+            stack.pop()
+        result.append(stack[-1][1] if stack else -1)
+        stack.append((end, i))
+    if result:
+        parent[:] = result
+    return parent
+
+
+def _children(parent: Ints) -> tuple[Ints, Ints]:
+    """Children of span i: `children[first[i] : first[i + 1]]`, by start."""
+    owned = np.flatnonzero(parent >= 0)
+    children = owned[np.argsort(parent[owned], kind="stable")]
+    first = np.searchsorted(parent[children], np.arange(len(parent) + 1))
+    return first.astype(np.int64), children.astype(np.int64)
