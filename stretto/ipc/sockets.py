@@ -53,7 +53,7 @@ def limit(socket: Any) -> None:
 
 def engine_socket(context: zmq.Context[Any], directory: Path) -> zmq.Socket[bytes]:
     """The engine's end; sending never blocks: it raises zmq.Again (peer too slow) or ZMQError (peer gone)."""
-    socket = context.socket(zmq.ROUTER)
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     limit(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.bind(engine_address(directory))
