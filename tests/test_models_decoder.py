@@ -8,19 +8,8 @@ import pytest
 import torch
 
 from stretto.models.loader import load_model
-from tests.helpers.tiny_models import (
-    CPU,
-    FAMILIES,
-    ROPES,
-    DenseAttention,
-    greedy,
-    logits_of,
-    reference_greedy,
-    reference_logits,
-    save,
-    tiny_config,
-    tiny_model,
-)
+from tests.helpers.dense import CPU, DenseAttention, greedy, logits_of
+from tests.helpers.tiny_models import FAMILIES, ROPES, reference_greedy, reference_logits, save, tiny_config, tiny_model
 
 PROMPT = [1, 5, 198, 7, 7, 42, 100, 3, 0, 77, 150, 11]
 

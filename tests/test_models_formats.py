@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stretto.models.decoder import Decoder
 from stretto.models.loader import load_model
+from tests.helpers.dense import CPU, DenseAttention, logits_of
 from tests.helpers.real_model import as_resolved
-from tests.helpers.tiny_models import CPU, DenseAttention, logits_of
 
 # "The lighthouse stood at the end of a long stone pier. Every evening, an old man named Thomas climbed the one hundred
 # and twelve steps to light the lamp, so that ships could find their way home through the fog. He had done this for

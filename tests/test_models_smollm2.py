@@ -10,8 +10,9 @@ import torch
 
 from stretto.models.decoder import Decoder
 from stretto.models.loader import load_model
+from tests.helpers.dense import CPU, greedy, logits_of
 from tests.helpers.real_model import as_resolved, load_reference
-from tests.helpers.tiny_models import CPU, greedy, logits_of, reference_greedy, reference_logits
+from tests.helpers.tiny_models import reference_greedy, reference_logits
 
 # Token ids of the model's own tokenizer, so that this file needs none.
 SYSTEM = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 30, 2, 198]

@@ -16,7 +16,8 @@ from stretto.errors import InvalidRequest, ModelLoadError, NotSupported
 from stretto.models.loader import load_model
 from stretto.models.resolve import ResolvedModel
 from stretto.models.sources import INDEX_NAME
-from tests.helpers.tiny_models import CPU, FAMILIES, edit_config, logits_of, save, tiny_config, tiny_model
+from tests.helpers.dense import CPU, logits_of
+from tests.helpers.tiny_models import FAMILIES, edit_config, save, tiny_config, tiny_model
 
 PROMPT = [1, 5, 198, 7, 42]
 GGUF_NAMES = {

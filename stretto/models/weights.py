@@ -6,6 +6,7 @@ size of the finished model. Legend: O, I rows and columns of a weight; H head di
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from stretto.models.sources import WeightSource
 Progress = Callable[[int, int], None]
 """(done, total), in elements of the checkpoint: called after each tensor."""
 
+# How much may be packed before freed memory is given back to the system.
+_TRIM_BYTES = 512 << 20
 # Constants that old checkpoints carry and every program recomputes.
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -54,6 +57,7 @@ class WeightReader:
         self._progress = progress
         self._used: set[str] = set()
         self._elements_done = 0
+        self._untrimmed_bytes = 0
 
     def linear(self, parts: Sequence[Rows], columns: int, *, bias: bool) -> Linear:
         """One linear layer whose rows are those of `parts` on top of each other.
@@ -97,6 +101,7 @@ class WeightReader:
 
     def finish(self) -> None:
         """Raises ModelLoadError if the source has tensors that no parameter asked for."""
+        _return_freed_memory()
         unexpected = [name for name in self._source.names if name not in self._used and not _IGNORED.fullmatch(name)]
         if unexpected:
             more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
@@ -115,6 +120,10 @@ class WeightReader:
         return weight_OI
 
     def _packed(self, weight_OI: Tensor, bias_O: Tensor | None, parts: Sequence[Rows], *, head: bool = False) -> Linear:
+        self._untrimmed_bytes += weight_OI.nbytes
+        if self._untrimmed_bytes > _TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            _return_freed_memory()
         try:
             return make_linear(weight_OI, bias_O, self._format, head=head)
         except NotSupported as error:
@@ -132,3 +141,10 @@ class WeightReader:
         self._elements_done += stored.numel()
         if self._progress is not None:
             self._progress(self._elements_done, max(self._elements_done, self._source.total_elements))
+
+
+def _return_freed_memory() -> None:
+    """Unpacked and packed weights alternate in the C heap, and glibc keeps the holes: half a model by the end."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim is not None:
+        trim(0)
