@@ -23,8 +23,7 @@ def quantize_int4(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     and zero, so their rounding costs no bias.
     """
     out_features, in_features = weight_OI.shape
-    if in_features % GROUP:
-        raise NotSupported(f"int4 needs in-features in multiples of {GROUP}; a weight is {out_features}x{in_features}")
+    _check_in_features(weight_OI)
     weight_OGg = weight_OI.float().reshape(out_features, in_features // GROUP, GROUP)
     low_OG, high_OG = weight_OGg.aminmax(dim=-1)
     scale_OG = ((high_OG - low_OG) / 15).clamp_(min=1e-8).to(torch.bfloat16)
@@ -39,6 +38,7 @@ class Int4Linear:
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
+        _check_in_features(weight_OI)
         padding = -self.out_features % OUT_BLOCK
         if padding:
             weight_OI = torch.nn.functional.pad(weight_OI, (0, 0, 0, padding))
@@ -63,12 +63,7 @@ class Int8Linear:
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
-        if self.in_features % GROUP:
-            # The kernel reads past a row whose length is not a multiple of its vector.
-            raise NotSupported(
-                f"an int8 head needs in-features in multiples of {GROUP}; a weight is "
-                f"{self.out_features}x{self.in_features}"
-            )
+        _check_in_features(weight_OI)  # this kernel would read past a row that does not end with a whole vector
         weight = weight_OI.float()
         self._scale_O = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-8).to(torch.bfloat16)
         codes = (weight / self._scale_O.float().unsqueeze(1)).round_().clamp_(-127, 127)
@@ -81,3 +76,9 @@ class Int8Linear:
         """hot path"""
         y_TO: torch.Tensor = self._linear(x_TI, self._codes_OI, self._scale_O)
         return y_TO if self._bias_O is None else y_TO + self._bias_O
+
+
+def _check_in_features(weight_OI: torch.Tensor) -> None:
+    out_features, in_features = weight_OI.shape
+    if in_features % GROUP:
+        raise NotSupported(f"int4 needs in-features in multiples of {GROUP}; a weight is {out_features}x{in_features}")
