@@ -34,6 +34,7 @@ _OPERATORS = {
     "aten::item": "item",
     "aten::_local_scalar_dense": "item",
 }
+_RANKS = {name: rank for rank, name in enumerate(_OPERATORS)}  # of nested ones, the first here says most
 _PYTHON = {
     "tolist": "tolist",
     "item": "item",
@@ -180,12 +181,14 @@ class _Finder:
 
     def _named(self, span: int, otherwise: str) -> str:
         """The kind by the operator or the Python method around a call."""
-        kind = ""
+        kind, rank = "", len(_OPERATORS)
         host, names = self._host, self._trace.names
         for around in self._stacks.ancestors(span):
             name = names[host.name[around]]
             if host.kind[around] == HostKind.OPERATOR:
-                kind = _OPERATORS.get(name, kind)
+                place = _RANKS.get(name, rank)
+                if place < rank:
+                    kind, rank = _OPERATORS[name], place
             elif host.kind[around] == HostKind.PYTHON:
                 if name.startswith("<built-in method ") and not kind:
                     kind = _PYTHON.get(name.split()[2], "")

@@ -41,11 +41,13 @@ def split_head(read: Callable[[int], bytes]) -> tuple[bytes, bytes]:
         if text and text[:1] != b"{":
             raise NotAnEventList("not JSON")
         at = data.find(_KEY)
-        bracket = data.find(b"[", at) if at >= 0 else -1
-        if bracket >= 0:
-            if data[at + len(_KEY) : bracket].strip(_SPACE) != b":":
+        if at >= 0:
+            after = data[at + len(_KEY) :].lstrip(_SPACE)
+            value = after[1:].lstrip(_SPACE)
+            if after[:1] == b":" and value[:1] == b"[":
+                return bytes(data[:at]) + _KEY + b":[]}", bytes(value[1:])
+            if value:
                 raise NotAnEventList('"traceEvents" is not a list')
-            return bytes(data[:at]) + _KEY + b":[]}", bytes(data[bracket + 1 :])
         if not more:
             if text and not _balanced(bytes(text)):
                 raise Truncated("ends before its list of events")

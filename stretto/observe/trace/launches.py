@@ -52,22 +52,48 @@ def pair(trace: Trace) -> tuple[Trace, Launches]:
 
 
 def _by_correlation(trace: Trace) -> Ints:
-    """The launching call of each activity: of the same correlation, where processes share numbers the latest before."""
+    """The launching call of each activity: the one of the same correlation."""
     host, device = trace.host, trace.device
     calls = np.flatnonzero((host.kind == HostKind.CALL) & (host.correlation >= 0))
     span = np.full(len(device), -1, dtype=np.int64)
     if not len(calls) or not len(device):
         return span
+    if len(np.unique(host.correlation[calls])) == len(calls):
+        return _match(trace, calls, np.arange(len(device)), span)
+    # Processes count on their own, so a device's work is matched with that process which explains most of it.
+    process = np.array([hash(thread.process) for thread in trace.threads])[host.thread[calls]]
+    devices = np.array(_device_index(trace))[device.lane]
+    for one in np.unique(devices):
+        rows = np.flatnonzero(devices == one)
+        matches = [_match(trace, calls[process == each], rows, span) for each in np.unique(process)]
+        span = max(matches, key=lambda match: _plausible(trace, match, rows))
+    missing = np.flatnonzero(span < 0)
+    return _match(trace, calls, missing, span) if len(missing) else span
+
+
+def _match(trace: Trace, calls: Ints, rows: Ints, span: Ints) -> Ints:
+    """`span` with the launching call of `rows` among `calls`: the same correlation; of several the latest before."""
+    host, device = trace.host, trace.device
     calls = calls[np.lexsort((host.start[calls], host.correlation[calls]))]
     keys = host.correlation[calls]
+    wanted = device.correlation[rows]
     if len(np.unique(keys)) == len(keys):
-        at = np.searchsorted(keys, device.correlation)
+        at = np.searchsorted(keys, wanted)
     else:
-        at = _latest_before(keys, host.start[calls], device.correlation, device.start)
+        at = _latest_before(keys, host.start[calls], wanted, device.start[rows])
     at = np.minimum(at, len(keys) - 1)
-    found = (keys[at] == device.correlation) & (device.correlation >= 0)
-    span[found] = calls[at[found]]
+    found = (keys[at] == wanted) & (wanted >= 0)
+    span = span.copy()
+    span[rows[found]] = calls[at[found]]
     return span
+
+
+def _plausible(trace: Trace, span: Ints, rows: Ints) -> tuple[int, float]:
+    """How well launches explain activities: how many come before, and how closely."""
+    rows = rows[span[rows] >= 0]
+    delay = trace.device.start[rows] - trace.host.start[span[rows]]
+    good = delay >= -_CLOCK_TOLERANCE_NS
+    return int(good.sum()), -float(np.median(delay[good])) if good.any() else 0.0
 
 
 def _latest_before(keys: Ints, starts: Ints, wanted: Ints, times: Ints) -> Ints:

@@ -168,7 +168,9 @@ def _figures(report: DeviceReport) -> Table:
         )
     if report.pageable_copies:
         table.add_row("pageable copies", f"{report.pageable_copies}, {report.pageable_bytes / 1e6:.3g} MB")
-    blocks = [one for one in report.blocking if one.severity in (Severity.OVERLAPPED, Severity.PLANNED)]
-    if blocks:
-        table.add_row("harmless waits", f"{sum(not one.drained for one in blocks)} with more work queued on the device")
+    harmless = sum(
+        not one.drained for one in report.blocking if one.severity in (Severity.OVERLAPPED, Severity.PLANNED)
+    )
+    if harmless:
+        table.add_row("harmless waits", f"{harmless} with more work queued on the device")
     return table

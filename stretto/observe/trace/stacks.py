@@ -1,7 +1,8 @@
 """Call stacks from nested spans: what was a thread doing at a moment, or during an interval?
 
-Owns the nesting. A span belongs to the innermost span of its thread that has begun and not ended when it begins; small
-overhangs, which clocks of different resolution cause, are forgiven.
+Owns the nesting. A span belongs to the innermost span of its thread that contains it; small overhangs, which clocks of
+different resolution cause, are forgiven. A span that begins inside another and outlives it is no child of that: an
+annotation begins within the Python call that opens it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 from stretto.observe.trace.model import HostKind, HostSpans, Ints, Trace
 from stretto.observe.trace.names import family, frame, is_user_frame
 
+_OVERHANG_NS = 2_000
 _SHARE = 0.5  # a frame explains an interval if it covers this much of it
 
 
@@ -109,7 +111,12 @@ def _parents(host: HostSpans) -> Ints:
             thread = owner
         while stack and stack[-1][0] <= start and not (stack[-1][0] == start == end):
             stack.pop()
-        result.append(stack[-1][1] if stack else -1)
+        around = -1
+        for reach, span in reversed(stack):
+            if reach + _OVERHANG_NS >= end and reach > start - (start == end):
+                around = span
+                break
+        result.append(around)
         stack.append((end, i))
     if result:
         parent[:] = result

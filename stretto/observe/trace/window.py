@@ -80,7 +80,8 @@ def _windows(trace: Trace, launches: Launches, rows: Ints, steps: Steps, blockin
         ]
     )
     known = [i for i in range(len(steps)) if main[i] >= 0]
-    for i, following in zip(known, [*known[1:], -1], strict=True):
+    for place, i in enumerate(known):
+        following = known[place + 1] if place + 1 < len(known) else -1
         limit = int(main[following]) if following >= 0 else int(steps.host_end[i])
         at = int(np.searchsorted(stops, main[i], side="right"))
         block = int(stops[at]) if at < len(stops) and stops[at] < limit else limit
