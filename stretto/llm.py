@@ -9,11 +9,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from stretto.config import BatchPolicy, EngineConfig, LoadFormat, SchedulerConfig
+from stretto.config import EngineConfig, SchedulerConfig
 from stretto.errors import InvalidRequest, NotSupported, StrettoError
 from stretto.interrupts import InterruptGate, held_interrupts
 from stretto.jobs import JobRunner, Work
@@ -39,68 +38,16 @@ class LLM:
     One thread at a time may call it. Close it, or use it in a `with` block, to give its memory and thread back early.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        tokenizer: str | None = None,
-        skip_tokenizer_init: bool = False,
-        revision: str | None = None,
-        hf_token: str | None = None,
-        load_format: LoadFormat = "auto",
-        dtype: str = "auto",
-        device: str = "auto",
-        num_threads: int | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        page_size: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        num_pages: int | None = None,
-        overlap_depth: int | None = None,
-        batch_policy: BatchPolicy = "mixed",
-        enable_prefix_caching: bool = True,
-        max_queued_requests: int | None = None,
-        max_queued_tokens: int | None = None,
-        request_timeout_s: float | None = None,
-        max_logprobs: int = 20,
-        seed: int = 0,
-        on_progress: Callable[[str, float], None] | None = None,
-        **vllm_options: Any,
-    ) -> None:
+    def __init__(self, model: str, *, on_progress: Callable[[str, float], None] | None = None, **options: Any) -> None:
         """Load a model: a directory, a .gguf file, a hub id, or the alias `smollm2-135m`.
 
-        The options are those of `EngineConfig`; further options of vLLM's class are taken where they mean something
-        here. `on_progress` is told what is being done and the fraction of it that is. Blocks until the model is ready.
+        `options` are the fields of `EngineConfig`: dtype, device, max_model_len, max_num_seqs, seed, overlap_depth and
+        so on. Further options of vLLM's class are taken where they mean something here. `on_progress` is told what is
+        being done and the fraction of it that is. Blocks until the model is ready.
         Raises ModelLoadError (no such model, bad file), InvalidRequest (bad option), NotSupported (an option that is
         not built), TypeError (an unknown option).
         """
-        config = EngineConfig(
-            model=model,
-            tokenizer=tokenizer,
-            skip_tokenizer_init=skip_tokenizer_init,
-            revision=revision,
-            hf_token=hf_token,
-            load_format=load_format,
-            dtype=dtype,
-            device=device,
-            num_threads=num_threads,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            page_size=page_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            num_pages=num_pages,
-            overlap_depth=overlap_depth,
-            batch_policy=batch_policy,
-            enable_prefix_caching=enable_prefix_caching,
-            max_queued_requests=max_queued_requests,
-            max_queued_tokens=max_queued_tokens,
-            request_timeout_s=request_timeout_s,
-            max_logprobs=max_logprobs,
-            seed=seed,
-        )
-        self.config = replace(config, **translate(vllm_options))
+        self.config = EngineConfig(model=model, **translate(options))
         self._runtime = Runtime.start(self.config, on_progress)
         self._runner = JobRunner(self._runtime)
         self._lock = threading.Lock()

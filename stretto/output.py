@@ -32,18 +32,21 @@ class AnswerText:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopChecker(params.stop_strings, params.include_stop_str_in_output)
-        self._unchecked_tokens = params.min_tokens
+        self._unchecked_tokens = params.min_tokens if params.stop_strings else 0
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that the text has reached; no more tokens are wanted then."""
         return self._stops.matched
 
-    def push(self, token_id: int) -> str:
-        """The text that is certain now. Stop strings count from the token after the first `min_tokens`."""
-        text = self._detokenizer.push((token_id,))
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now. Stop strings count from the token after the first `min_tokens`.
+
+        Where there are stop strings, one token at a time: the token that completes one is the last that counts.
+        """
+        text = self._detokenizer.push(token_ids)
         if self._unchecked_tokens > 0:
-            self._unchecked_tokens -= 1
+            self._unchecked_tokens -= len(token_ids)
             return text
         return self._stops.push(text)
 
@@ -84,19 +87,22 @@ class Sample:
 
     def push(self, token_id: int, *, is_stop_token: bool = False) -> bool:  # hot path
         """Take the next token; True if it completes a stop string: then the request is to be ended with it."""
-        self._token_ids.append(token_id)
-        if self._text is None or (is_stop_token and not self.request.params.include_stop_str_in_output):
-            return False
-        text = self._text.push(token_id)
-        if text:
-            self._parts.append(text)
-        return self._text.stop_string is not None
+        self._take((token_id,), is_stop_token)
+        return self._text is not None and self._text.stop_string is not None
 
     def push_all(self, token_ids: Sequence[int], *, ends_with_stop_token: bool) -> None:
-        """Take all tokens of a finished request at once."""
-        last = len(token_ids) - 1
-        for position, token_id in enumerate(token_ids):
-            self.push(token_id, is_stop_token=ends_with_stop_token and position == last)
+        """Take all tokens of a finished request at once; only of a sample that is not watched."""
+        self._take(token_ids, ends_with_stop_token)
+
+    def _take(self, token_ids: Sequence[int], ends_with_stop_token: bool) -> None:
+        self._token_ids += token_ids
+        if self._text is None:
+            return
+        if ends_with_stop_token and not self.request.params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        text = self._text.push(token_ids)
+        if text:
+            self._parts.append(text)
 
     def finish(self, reason: FinishReason) -> None:
         """No more tokens will come. A stop string wins over the reason that fell on the same token."""

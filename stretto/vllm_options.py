@@ -1,7 +1,7 @@
-"""What becomes of options of vLLM's `LLM` that Stretto's does not have under that name.
+"""Options of `LLM` as given, turned into fields of EngineConfig: its own names, and those of vLLM's `LLM`.
 
-Owns the list: another name for one of ours, without effect here, or not built. Nothing is ignored silently that would
-change what the user gets.
+Owns the list of the latter: another name for one of ours, without effect here, or not built. Nothing is ignored
+silently that would change what the user gets. What EngineConfig has under the same name is never looked up here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ _ALIASES = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages"}
 _MEANS_NOTHING_ELSE: dict[str, tuple[object, ...]] = {
     "allowed_local_media_path": ("",),
     "allowed_media_domains": (None,),
-    "attention_backend": (None,),
     "attention_config": (None,),
     "compilation_config": (None, 0),
     "convert": ("auto", "none"),
@@ -31,7 +30,6 @@ _MEANS_NOTHING_ELSE: dict[str, tuple[object, ...]] = {
     "enable_chunked_prefill": (True, None),
     "enable_expert_parallel": (False,),
     "enable_lora": (False, None),
-    "gpu_memory_utilization": (0.9, 0.92),
     "hf_overrides": (None,),
     "kv_cache_dtype": ("auto",),
     "limit_mm_per_prompt": (None,),
@@ -55,27 +53,32 @@ _WITHOUT_EFFECT = {
     "disable_custom_all_reduce",
     "disable_log_requests",
     "disable_log_stats",
-    "enforce_eager",
     "swap_space",
     "trust_remote_code",
     "use_tqdm_on_load",
 }
 
 _INSTEAD = {
-    "gpu_memory_utilization": "use kv_cache_memory_bytes",
     "quantization": "for 4-bit weights on a CPU use dtype='int4'; quantised GGUF files are read as they are",
 }
 
 
 def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's options as fields of EngineConfig. Raises NotSupported (not built) or TypeError (unknown name)."""
-    translated: dict[str, Any] = {}
+    """Options as fields of EngineConfig; None is its default, as in vLLM.
+
+    Raises NotSupported (not built) or TypeError (unknown name, or given under two names).
+    """
+    own = {field.name for field in fields(EngineConfig)}
+    translated = {name: value for name, value in options.items() if name in own and value is not None}
     for name, value in options.items():
+        if name in own:
+            continue
         if name in _ALIASES:
             if value is not None:
-                translated[_ALIASES[name]] = value
+                _set_once(translated, _ALIASES[name], value, name)
         elif name == "async_scheduling":
-            translated.update(_overlap(value))
+            if not _as_flag(name, value):
+                _set_once(translated, "overlap_depth", 0, name)
         elif name in _WITHOUT_EFFECT:
             continue
         elif name in _MEANS_NOTHING_ELSE:
@@ -88,12 +91,16 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
     return translated
 
 
-def _overlap(value: object) -> dict[str, int]:
-    if value is None or value is True:
-        return {}
-    if value is False:
-        return {"overlap_depth": 0}
-    raise InvalidRequest(f"async_scheduling is {value!r}; allowed: True, False or None")
+def _set_once(translated: dict[str, Any], name: str, value: object, alias: str) -> None:
+    if name in translated:
+        raise TypeError(f"LLM() got both {name!r} and {alias!r}, which is vLLM's name for it; give one of them")
+    translated[name] = value
+
+
+def _as_flag(name: str, value: object) -> bool:
+    if value not in (True, False, None):
+        raise InvalidRequest(f"{name} is {value!r}; allowed: True, False or None")
+    return value is not False
 
 
 def _did_you_mean(name: str) -> str:

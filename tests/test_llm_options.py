@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from pathlib import Path
 
 import pytest
 
 from stretto import LLM, EngineConfig, InvalidRequest, ModelLoadError, NotSupported, SamplingParams
 from stretto.vllm_options import translate
-from tests.helpers.dummy_model import CONTEXT
+from tests.helpers.dummy_model import CONTEXT, write_dummy_model
 from tests.helpers.llm_fixture import assert_idle, dummy_llm
 
 
-def test_the_options_of_llm_are_those_of_engine_config() -> None:
-    parameters = inspect.signature(LLM.__init__).parameters
-    ours = {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if name not in ("self", "model", "on_progress", "vllm_options")
-    }
-    assert ours == {field.name: field.default for field in dataclasses.fields(EngineConfig) if field.name != "model"}
+def test_every_field_of_engine_config_is_an_option() -> None:
+    options = {field.name: object() for field in dataclasses.fields(EngineConfig)}
+    assert translate(options) == options
+
+
+def test_without_options_the_defaults_of_engine_config_hold(tmp_path: Path) -> None:
+    model = str(write_dummy_model(tmp_path))
+    with LLM(model, load_format="dummy") as llm:
+        assert llm.config == EngineConfig(model, load_format="dummy")
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_the_options_of_llm_are_those_of_engine_config() -> None:
         ({"num_gpu_blocks_override": 77}, {"num_pages": 77}),
         ({"async_scheduling": False}, {"overlap_depth": 0}),
         ({"async_scheduling": True}, {}),
-        ({"trust_remote_code": True, "enforce_eager": True, "disable_log_stats": True}, {}),
-        ({"tensor_parallel_size": 1, "quantization": None, "gpu_memory_utilization": 0.9}, {}),
+        ({"trust_remote_code": True, "disable_log_stats": True}, {}),
+        ({"tensor_parallel_size": 1, "quantization": None, "enable_prefix_caching": None}, {}),
     ],
 )
 def test_vllm_options_that_mean_something_are_taken(options: dict[str, object], translated: dict[str, object]) -> None:
@@ -48,13 +48,17 @@ def test_vllm_options_that_mean_something_are_taken(options: dict[str, object], 
         ({"quantization": "awq"}, "quantization='awq': not built yet.*dtype='int4'"),
         ({"enable_lora": True}, "enable_lora"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
-        ({"gpu_memory_utilization": 0.5}, "use kv_cache_memory_bytes"),
         ({"speculative_config": {"model": "x"}}, "speculative_config"),
     ],
 )
 def test_vllm_options_that_are_not_built_say_so(options: dict[str, object], message: str) -> None:
     with pytest.raises(NotSupported, match=message):
         translate(options)
+
+
+def test_an_option_under_two_names_is_refused() -> None:
+    with pytest.raises(TypeError, match="both 'page_size' and 'block_size'"):
+        translate({"page_size": 16, "block_size": 16})
 
 
 def test_an_unknown_option_is_refused_with_the_likely_name() -> None:
