@@ -1,4 +1,4 @@
-"""4-bit and 8-bit linear layers for the CPU, computed in bfloat16.
+"""4-bit linear layers for the CPU, computed in bfloat16.
 
 Owns quantisation and packing. Legend: T tokens, I in-features, O out-features, G groups of in-features.
 """
@@ -34,7 +34,7 @@ def quantize_int4(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 class Int4Linear:
-    """4-bit weights in groups of 32, bfloat16 activations, float32 sums: about 4.9 bits a weight."""
+    """4-bit weights in groups of 32, bfloat16 activations, float32 sums: 5 bits a weight, scales included."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
@@ -55,26 +55,6 @@ class Int4Linear:
         y_TO: torch.Tensor = self._linear(x_TI, self._packed, GROUP, self._scale_zero_GO2)
         if self._padded:
             y_TO = y_TO[:, : self.out_features]
-        return y_TO if self._bias_O is None else y_TO + self._bias_O
-
-
-class Int8Linear:
-    """8-bit weights with one scale per out-feature, bfloat16 activations: the output head of int4 models."""
-
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight_OI.shape
-        _check_in_features(weight_OI)  # this kernel would read past a row that does not end with a whole vector
-        weight = weight_OI.float()
-        self._scale_O = (weight.abs().amax(dim=1) / 127).clamp_(min=1e-8).to(torch.bfloat16)
-        codes = (weight / self._scale_O.float().unsqueeze(1)).round_().clamp_(-127, 127)
-        self._codes_OI = codes.to(torch.int8).contiguous()
-        self._bias_O = None if bias_O is None else bias_O.to(torch.bfloat16)
-        self.weight_bytes = self._codes_OI.nbytes + self._scale_O.nbytes
-        self._linear = torch.ops.aten._weight_int8pack_mm.default
-
-    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """hot path"""
-        y_TO: torch.Tensor = self._linear(x_TI, self._codes_OI, self._scale_O)
         return y_TO if self._bias_O is None else y_TO + self._bias_O
 
 
