@@ -58,6 +58,8 @@ class ApiError(Exception):
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status in (408, 413):
+            headers["connection"] = "close"  # what is left of the body is not waited for
         return headers
 
     def response(self) -> Response:
