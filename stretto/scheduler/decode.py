@@ -11,35 +11,31 @@ from stretto.scheduler.batch import IntArray
 
 
 class DecodeManager:
-    """Running requests whose prompt is computed, in order of arrival within a priority.
-
-    `slots` and the arrays beside it are rebuilt only when a request joins or leaves.
-    """
+    """Running requests whose prompt is computed, in order of arrival within a priority."""
 
     def __init__(self) -> None:
-        self._members: list[tuple[int, int, int]] = []
-        self._slots: IntArray | None = None
+        self._orders: list[tuple[int, int]] = []
+        """Keys of the members, sorted."""
+        self._slots: IntArray = np.empty(0, np.int64)
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._orders)
 
     def join(self, request: Request) -> None:
         """`request` decodes from the next step on."""
-        bisect.insort(self._members, (*request.order, request.slot))
-        self._slots = None
+        at = bisect.bisect_left(self._orders, request.order)
+        self._orders.insert(at, request.order)
+        self._slots = np.concatenate([self._slots[:at], [request.slot], self._slots[at:]])
 
     def leave(self, request: Request) -> None:
         """`request` decodes no more. Raises KeyError if it was not decoding."""
-        member = (*request.order, request.slot)
-        at = bisect.bisect_left(self._members, member)
-        if at == len(self._members) or self._members[at] != member:
+        at = bisect.bisect_left(self._orders, request.order)
+        if at == len(self._orders) or self._orders[at] != request.order:
             raise KeyError(f"request {request.uid} is not decoding")
-        del self._members[at]
-        self._slots = None
+        del self._orders[at]
+        self._slots = np.concatenate([self._slots[:at], self._slots[at + 1 :]])
 
     @property
     def slots(self) -> IntArray:
-        """Slots of all decoding requests, in order; the same array object until somebody joins or leaves. hot path"""
-        if self._slots is None:
-            self._slots = np.array([slot for _, _, slot in self._members], np.int64)
+        """Slots of all decoding requests, in order; never changed in place, so a step may keep it. hot path"""
         return self._slots

@@ -57,11 +57,23 @@ class PageBook:
             return True
         if not self.has_room(total):
             return False
-        for slot in lacking.tolist():
-            self.give(slots.holder(slot), 1)
+        if len(lacking):
+            self._give_one_each(lacking)
         for chunk, need in zip(chunks, needs, strict=True):
             self.give(chunk.request, need)
         return True
+
+    def _give_one_each(self, lacking: IntArray) -> None:
+        """Append a new page to each of these slots' requests; that many must be available. hot path"""
+        slots = self._slots
+        pages = self.pool.take(len(lacking))
+        self._on_taken(pages)
+        index = slots.num_pages[lacking]
+        slots.page_table[lacking, index] = pages
+        slots.num_pages[lacking] = index + 1
+        for slot, page in zip(lacking.tolist(), pages, strict=True):
+            slots.holder(slot).pages.append(page)
+        self._new.extend(zip(lacking.tolist(), index.tolist(), pages, strict=True))
 
     def has_room(self, need: int) -> bool:
         """Whether `need` pages are free, after evicting from the cache where that helps."""

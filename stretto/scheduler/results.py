@@ -28,7 +28,7 @@ def take_in(
     failed_S = tokens_S < 0
     slots.tokens[slots_S, position_S] = tokens_S
     slots.num_output[slots_S] = position_S + 1 - slots.prompt_len[slots_S] - failed_S
-    stop_S = (slots.stop_ids[slots_S] == tokens_S[:, None]).any(axis=1) & ~failed_S
+    stop_S = (slots.stop_ids[slots_S, : slots.stop_width] == tokens_S[:, None]).any(axis=1) & ~failed_S
     uids = slots.uid[slots_S]
     if plan.mix.num_logprobs >= 0:
         _keep_logprobs(slots, slots_S, results, alive_S, failed_S)

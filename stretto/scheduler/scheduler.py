@@ -280,7 +280,8 @@ class Scheduler:
     # -- what a checking device is told -----------------------------------------------------------------------------
 
     def _pages_taken(self, pages: list[int]) -> None:
-        self.device.taken([("page", page) for page in pages])
+        if self.device.checking:
+            self.device.taken([("page", page) for page in pages])
 
     def _pages_evicted(self, pages: list[int]) -> None:
         """The prefix cache gave up pages that nobody else holds."""

@@ -40,6 +40,8 @@ class SlotTable:
         self.active = np.zeros(n, np.bool_)
         """The request has not ended: results for it count."""
         self.stop_ids = np.full((n, config.max_stop_ids), -1, np.int64)
+        self.stop_width = 0
+        """Most stop ids that a request has had: columns of `stop_ids` worth looking at."""
         self.wants_logprobs = np.zeros(n, np.bool_)
         self._sampled = np.zeros(n, np.bool_)
         self._top_k = np.zeros(n, np.int64)
@@ -71,6 +73,7 @@ class SlotTable:
         self.final_len[slot] = request.final_len
         self.in_flight[slot] = 0
         self.active[slot] = True
+        self.stop_width = max(self.stop_width, len(request.stop_ids))
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(request.stop_ids)] = request.stop_ids
         self.wants_logprobs[slot] = params.logprobs is not None

@@ -1,0 +1,215 @@
+"""Scripts give exact schedules, traces give what their clients would have seen; both through the real scheduler."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stretto.config import SchedulerConfig
+from stretto.errors import InvalidRequest
+from stretto.simulate.engine import CostModel
+from stretto.simulate.load import simulate_load
+from stretto.simulate.schedule import ScriptedRun, Turn
+from stretto.simulate.script import parse_script
+from stretto.simulate.trace import Trace, generate, read_trace
+
+
+def run(text: str) -> list[Turn]:
+    return ScriptedRun(parse_script(text)).run()
+
+
+def test_a_script_gives_the_exact_schedule() -> None:
+    turns = run(
+        """
+        config max_num_seqs=2 page_size=4 num_pages=9 overlap_depth=1 max_model_len=32
+        at 0 arrive A prompt=10 max_tokens=5
+        at 1 arrive B prompt=3 max_tokens=8 priority=-1   # goes before A from here on
+        at 3 finish B
+        at 5 abort A
+        """
+    )
+    assert [turn.rows for turn in turns] == [
+        ("A:prefill 0+10",),
+        ("A:decode 10", "B:prefill 0+3"),
+        ("B:decode 3", "A:decode 11"),
+        ("B:decode 4", "A:decode 12"),
+        ("B:decode 5", "A:decode 13"),
+        (),
+    ]
+    assert turns[4].processed == ("step 3: B+1, A+1, B ends (stop)",)
+    assert turns[5].happened == ("A aborts",)
+    assert turns[5].processed == ("A ends (abort)", "step 4: nothing")
+    assert turns[-1].free_pages == 8
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_overlap_launches_that_many_steps_ahead(depth: int) -> None:
+    turns = run(f"config overlap_depth={depth}\nat 0 arrive A prompt=4 max_tokens=9")
+    assert max(turn.in_flight for turn in turns) == depth
+    assert sum(turn.step is not None for turn in turns) == 9
+
+
+def test_a_late_end_costs_as_many_steps_as_the_loop_is_deep() -> None:
+    for depth in (0, 1, 2, 3):
+        turns = run(f"config overlap_depth={depth}\nat 0 arrive A prompt=4 max_tokens=30\nat 2 finish A")
+        assert sum(turn.step is not None for turn in turns) == 3 + depth
+        told = [line for turn in turns for line in turn.processed if "A" in line]
+        assert len(told) == 3
+        assert told[-1] == "step 2: A+1, A ends (stop)"
+
+
+def test_a_failed_row_fails_alone() -> None:
+    turns = run("at 0 arrive A prompt=4 max_tokens=4\nat 0 arrive B prompt=5 max_tokens=4\nat 1 fail A")
+    told = [line for turn in turns for line in turn.processed]
+    assert "step 1: B+1, A ends (error)" in told
+    assert "step 3: B+1, B ends (length)" in told
+
+
+def test_few_pages_make_the_latest_wait_or_give_way() -> None:
+    turns = run(
+        """
+        config num_pages=9 page_size=4 max_num_seqs=4 max_model_len=32 enable_prefix_caching=0
+        at 0 arrive A prompt=8 max_tokens=16
+        at 0 arrive B prompt=7 max_tokens=16
+        """
+    )
+    ends = [line for turn in turns for line in turn.processed if "ends" in line]
+    assert ["A ends" in line for line in ends] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("arrive A", "line 1, 'arrive A': allowed: 'config NAME=VALUE ...' or 'at TURN"),
+        ("at x arrive A prompt=3", "the turn is 'x'"),
+        ("at 0 leave A prompt=3", "'leave' is not known; allowed: arrive, abort, finish, fail"),
+        ("at 0 arrive A", "needs prompt=TOKENS"),
+        ("at 0 arrive A prompt=many", "prompt is 'many'; allowed: a whole number"),
+        ("at 0 arrive A prompt=3 colour=1", "'colour=1' is not known"),
+        ("at 0 abort A now=1", "'now=1' is not known; allowed: nothing"),
+        ("at 3 abort A x=1", "allowed: nothing"),
+        ("config pages=3", "'pages=3' is not known"),
+        ("at 3 abort A", "needs|never arrives|allowed"),
+        ("at 0 arrive A prompt=3\nat 1 arrive A prompt=3", "A arrives twice"),
+    ],
+)
+def test_a_bad_script_is_refused_with_its_line(line: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse_script(line)
+
+
+COSTS = CostModel(step_s=1.0, prefill_token_s=0.01, decode_row_s=0.1, context_token_s=0.0, host_turn_s=0.0)
+
+
+def small(**options: object) -> SchedulerConfig:
+    defaults: dict[str, object] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 4096,
+        "num_pages": 2049,
+        "vocab_size": 2**31 - 1,
+    }
+    return SchedulerConfig(**{**defaults, **options})  # type: ignore[arg-type]
+
+
+def test_one_request_takes_what_the_cost_model_says() -> None:
+    trace = Trace(np.array([0.0]), np.array([100]), np.array([4]))
+    report = simulate_load(trace, small(), COSTS)
+    assert report.steps == 2 + 3
+    assert report.ttft_s.mean == pytest.approx(2 * 1.0 + 100 * 0.01)
+    assert report.tpot_s.mean == pytest.approx(1.1)
+    assert report.output_tokens_per_s == pytest.approx(4 / (3.0 + 3 * 1.1))
+    assert report.bubble_share == 0
+
+
+def test_overlap_hides_the_host() -> None:
+    costs = CostModel(step_s=1.0, host_turn_s=0.5)
+    trace = generate("sharegpt", 20, 0)
+    serial = simulate_load(trace, small(overlap_depth=0), costs)
+    overlapped = simulate_load(trace, small(overlap_depth=1), costs)
+    assert serial.bubble_share == pytest.approx(1 / 3, abs=0.02)
+    assert overlapped.bubble_share == 0
+    assert overlapped.seconds < serial.seconds
+
+
+def test_shared_prefixes_are_computed_once() -> None:
+    trace = generate("shared-prefix", 200, 50.0)
+    with_cache = simulate_load(trace, small(), CostModel())
+    without = simulate_load(trace, small(enable_prefix_caching=False), CostModel())
+    assert with_cache.cached_tokens > 0.5 * with_cache.input_tokens
+    assert without.cached_tokens == 0
+    assert with_cache.ttft_s.mean < without.ttft_s.mean
+
+
+def test_a_load_is_reproducible_and_complete() -> None:
+    trace = generate("long-context", 30, 5.0, seed=7)
+    config = small(max_model_len=32_768, num_pages=4000, max_num_batched_tokens=2048)
+    first = simulate_load(trace, config, CostModel())
+    assert first == simulate_load(generate("long-context", 30, 5.0, seed=7), config, CostModel())
+    assert first.requests == 30
+    assert first.output_tokens == trace.output_length.sum()
+
+
+def test_what_cannot_fit_is_counted_as_refused() -> None:
+    trace = Trace(np.array([0.0, 0.0]), np.array([5000, 10]), np.array([1, 1]))
+    report = simulate_load(trace, small(), COSTS)
+    assert (report.requests, report.refused) == (1, 1)
+
+
+def test_public_trace_formats_are_read(tmp_path: Path) -> None:
+    mooncake = tmp_path / "mooncake.jsonl"
+    mooncake.write_text(
+        '{"timestamp": 27482, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]}\n'
+        '{"timestamp": 26482, "input_length": 700, "output_length": 1, "hash_ids": [46, 48]}\n'
+    )
+    trace = read_trace(mooncake)
+    assert trace.arrival_s.tolist() == [0.0, 1.0]
+    assert trace.input_length.tolist() == [700, 600]
+    assert (trace.prompt(0)[:512] == trace.prompt(1)[:512]).all()
+    assert trace.prompt(0)[512] != trace.prompt(1)[512]
+    azure = tmp_path / "azure.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.0319600,3180,8\n"
+    )
+    assert read_trace(azure).arrival_s[1] == pytest.approx(0.052, abs=1e-4)
+    plain = tmp_path / "plain.csv"
+    plain.write_text("arrival_s,input_length,output_length\n0.5,10,20\n")
+    assert read_trace(plain).output_length.tolist() == [20]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"timestamp": 1}\n', "line 1: KeyError"),
+        ("a.jsonl", "not json\n", "line 1"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 0, "output_length": 3}\n', "both must be at least 1"),
+        ("a.jsonl", "", "has no requests"),
+        ("a.csv", "time,tokens\n1,2\n", "line 2: KeyError"),
+        ("a.csv", "arrival_s,input_length,output_length\n1,two,3\n", "line 2: ValueError"),
+    ],
+)
+def test_a_foreign_trace_is_refused_with_its_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=message):
+        read_trace(path)
+
+
+def test_the_command_prints_a_schedule_and_a_load(tmp_path: Path) -> None:
+    script = tmp_path / "schedule.txt"
+    script.write_text("at 0 arrive A prompt=3 max_tokens=2\n")
+    command = [sys.executable, "-m", "stretto", "simulate"]
+    printed = subprocess.run([*command, str(script)], capture_output=True, text=True, check=True).stdout
+    assert "A:prefill 0+3" in printed
+    assert "A ends (length)" in printed
+    load = [*command, "--workload", "sharegpt", "--num-requests", "50", "--json"]
+    assert json.loads(subprocess.run(load, capture_output=True, text=True, check=True).stdout)["requests"] == 50
+    wrong = subprocess.run([*command, "--workload", "nonsense"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "workload is 'nonsense'; allowed: sharegpt, long-context, shared-prefix" in wrong.stderr
