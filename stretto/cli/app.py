@@ -12,6 +12,8 @@ from stretto.cli.chat import chat
 from stretto.cli.failures import INTERRUPTED, fail
 from stretto.cli.generate import generate
 from stretto.cli.serve import serve
+from stretto.cli.simulate import simulate
+from stretto.cli.trace import trace_app
 from stretto.version import __version__
 
 app = typer.Typer(
@@ -25,7 +27,9 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(serve)
+app.command()(simulate)
 app.add_typer(bench_app, name="bench")
+app.add_typer(trace_app, name="trace")
 
 
 def _print_version(wanted: bool) -> None:
