@@ -73,7 +73,9 @@ class Loop:
         """One turn of the loop that the overlap depth selects. hot path"""
         if self.scheduler.monitor is not None:
             self._ready = self.in_flight[0] if self.in_flight and self.in_flight[0].is_done() else None
-        return self.overlap_loop() if self.depth else self.normal_loop()
+        outputs = self.overlap_loop() if self.depth else self.normal_loop()
+        self.timeline.turn_done()
+        return outputs
 
     def normal_loop(self) -> list[StepOutput]:
         """Receive, schedule, launch, and wait for the results: nothing overlaps."""
@@ -95,6 +97,7 @@ class Loop:
 
     def _receive(self) -> list[StepOutput]:
         """Take in messages; blocks only when there is nothing else to do."""
+        self.timeline.receive()
         for message in self.inbox.receive(block=not self.has_work):
             if isinstance(message, AddRequest):
                 self.scheduler.add(message.request)
@@ -114,15 +117,20 @@ class Loop:
     def _schedule_and_launch(self) -> bool:
         if self.scheduler.monitor is not None and self._ready in self.in_flight:
             self.scheduler.monitor.oldest_result_ready_before_schedule()
+        self.timeline.schedule()
         plan = self.scheduler.schedule()
         if plan is None:
             return False
+        self.timeline.launch(plan)
         self.in_flight.append(self.engine.launch(plan))
+        self.timeline.launched()
         return True
 
     def _process_oldest(self) -> StepOutput:
         step = self.in_flight.popleft()
+        self.timeline.wait(step)
         step.wait()
+        self.timeline.process()
         output = self.scheduler.process(step.plan, self.engine.results(step))
         self.timeline.step_done(step, runnable=bool(self.in_flight) or self.scheduler.runnable)
         return output
