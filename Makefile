@@ -2,6 +2,7 @@
 #   make demo     set up, fetch the embedded model, answer a few prompts
 #   make test     set up, run all tests
 #   make check    lint, types and tests, as CI does
+#   make soak     the scheduler's property tests for long (EXAMPLES=100000)
 # PYTHON=python3.12 chooses the interpreter, PIP_FLAGS="..." is passed to pip (for example the index of CPU-only torch).
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ DEV_STAMP := $(VENV)/.stretto-dev-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test lint format types check bench clean
+.PHONY: help setup setup-dev demo test soak lint format types check bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,10 @@ demo: $(USE_STAMP)
 
 test: $(DEV_STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+EXAMPLES ?= 100000
+soak: $(DEV_STAMP)
+	@OMP_NUM_THREADS=1 STRETTO_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -v tests/test_scheduler_properties.py
 
 lint: $(DEV_STAMP)
 	@$(BIN)/ruff check .
