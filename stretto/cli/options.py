@@ -43,6 +43,7 @@ PrefixCaching = Annotated[
     bool,
     typer.Option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
+        "--prefix-cache/--no-prefix-cache",
         help="Share the KV of requests that begin alike.",
         rich_help_panel=_ENGINE,
     ),
