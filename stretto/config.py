@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from stretto.errors import InvalidRequest
 
@@ -17,6 +18,7 @@ DEFAULT_OVERLAP_DEPTH = {"cpu": 1, "cuda": 1}
 
 BatchPolicy = Literal["mixed", "prefill-first"]
 LoadFormat = Literal["auto", "dummy"]
+SyncGuardMode = Literal["off", "count", "raise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,10 @@ class SchedulerConfig:
         return self.max_num_seqs
 
 
+def _sync_guard_of_environment() -> Any:
+    return os.environ.get("STRETTO_SYNC_GUARD") or "off"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options of an engine as the user gives them; `None` means: chosen from the model and the machine."""
@@ -126,12 +132,18 @@ class EngineConfig:
     max_queued_tokens: int | None = None
     request_timeout_s: float | None = None
     seed: int = 0
+    sync_guard: SyncGuardMode = field(default_factory=_sync_guard_of_environment)
+    """Watch for hidden syncs: `count` keeps findings, `raise` ends the run. Default: STRETTO_SYNC_GUARD, or off."""
+    inject: str | Sequence[str] = ()
+    """Faults on purpose, to see what they do: `sync@sample`, `pageable@stage`, `slow-host=2ms`, `slow-device=5ms`."""
 
     def __post_init__(self) -> None:
         if not self.model:
             raise InvalidRequest("model is empty; give a directory, a .gguf file, a hub id or the alias smollm2-135m")
         if self.dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        if self.sync_guard not in get_args(SyncGuardMode):
+            raise InvalidRequest(f"sync_guard is {self.sync_guard!r}; allowed: {', '.join(get_args(SyncGuardMode))}")
         if self.load_format not in ("auto", "dummy"):
             raise InvalidRequest(f"load_format is {self.load_format!r}; allowed: auto, dummy")
         if self.device != "auto" and self.device.split(":")[0] not in ("cpu", "cuda"):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,10 @@ from stretto.engine.engine import Engine, StepModel
 from stretto.engine.random import fresh_seed
 from stretto.engine.runner import EagerRunner, MakeRunner
 from stretto.errors import InvalidRequest, NotSupported, Overloaded
+from stretto.observe.annotations import mark
+from stretto.observe.engine import ObservedEngine
+from stretto.observe.inject import Faults
+from stretto.observe.sync_guard import SyncGuard
 from stretto.observe.timeline import Timeline
 from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray
 from stretto.scheduler.batch import StepOutput
@@ -40,6 +45,20 @@ class RuntimeStats:
     bubble_s: float
     bubble_share: float
     """Share of device time in which the device had no work queued although a request was runnable."""
+    runnable_s: float
+    """Wall time while anything was runnable."""
+    occupancy: float
+    """Device busy / wall time while anything was runnable."""
+    overlap_window_s: float
+    """Mean time of a step in which the host could work for free: see `TimelineTotals.window_s`."""
+    receive_s: float
+    """Host time of the loop's phases since the start: this and the next four."""
+    schedule_s: float
+    launch_s: float
+    blocked_s: float
+    process_s: float
+    hidden_syncs: int | None
+    """Unplanned waits of the host for the device; None: nobody watches (`sync_guard`)."""
     preemptions: int
     overlap_depth: int
     num_pages: int
@@ -90,7 +109,7 @@ class Runtime:
         cache: PrefixCache | None = None,
         tokenizer: Tokenizer | None = None,
         scheduler_type: Callable[..., Scheduler] = Scheduler,
-        engine_type: type[Engine] = Engine,
+        engine_type: Callable[..., Engine] = Engine,
         loop_type: type[Loop] = Loop,
         make_runner: MakeRunner = EagerRunner,
     ) -> None:
@@ -126,8 +145,18 @@ class Runtime:
 
         `progress` is told what is being done and how much of it is. Raises ModelLoadError or InvalidRequest.
         """
+        faults = Faults.parse(config.inject)
         parts = assemble(config, progress)
-        return cls(parts.config, parts.device, parts.model, parts.attention, tokenizer=parts.tokenizer)
+        guard = SyncGuard(config.sync_guard, cpu_as_device=parts.device.torch_device.type == "cpu")
+        observed = partial(ObservedEngine, guard=guard, faults=faults)
+        return cls(
+            parts.config,
+            parts.device,
+            parts.model,
+            parts.attention,
+            tokenizer=parts.tokenizer,
+            engine_type=observed,
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -135,6 +164,17 @@ class Runtime:
         if self._tokenizer is None:
             raise NotSupported("this model came without a tokenizer: give token ids and detokenize=False")
         return self._tokenizer
+
+    @property
+    def timeline(self) -> Timeline:
+        """Times of the last steps, and sums since the start."""
+        return self._timeline
+
+    @property
+    def guard(self) -> SyncGuard | None:
+        """What watches the engine for hidden syncs; None: nothing does."""
+        watched = isinstance(self.engine, ObservedEngine) and self.engine.guard.mode != "off"
+        return self.engine.guard if watched and isinstance(self.engine, ObservedEngine) else None
 
     @property
     def requests(self) -> Mapping[int, Request]:
@@ -175,6 +215,7 @@ class Runtime:
         )
         self._num_arrived += 1
         self._requests[request.uid] = request
+        mark(f"stretto.request {request.uid} arrives: {len(ids)} prompt tokens")
         timeout_s = config.request_timeout_s if timeout_s is None else timeout_s
         self._outbox.put(AddRequest(request, None if timeout_s is None else self.device.now() + timeout_s))
         return request
@@ -247,6 +288,7 @@ class Runtime:
             self._output_tokens += len(output.tokens)
             for request in output.finished:
                 del self._requests[request.uid]
+                mark(f"stretto.request {request.uid} ends: {request.finish_reason}")
         return outputs
 
     @property
@@ -275,6 +317,15 @@ class Runtime:
             busy_s=totals.busy_s,
             bubble_s=totals.bubble_s,
             bubble_share=totals.bubble_share,
+            runnable_s=totals.runnable_s,
+            occupancy=totals.occupancy,
+            overlap_window_s=totals.overlap_window_s,
+            receive_s=totals.receive_s,
+            schedule_s=totals.schedule_s,
+            launch_s=totals.launch_s,
+            blocked_s=totals.blocked_s,
+            process_s=totals.process_s,
+            hidden_syncs=None if self.guard is None else self.guard.num_syncs,
             preemptions=self.scheduler.lifecycle.num_preemptions,
             overlap_depth=self.scheduler_config.overlap_depth,
             num_pages=self.scheduler_config.num_pages - 1,
@@ -288,3 +339,5 @@ class Runtime:
     def close(self) -> None:
         """Let launched steps end, then end the device. Idempotent."""
         self.device.close()
+        if self.guard is not None:
+            self.guard.close()
