@@ -1,0 +1,79 @@
+"""Hears of CUDA synchronisations without looking at every call: torch's sync debug mode, and `torch.cuda.synchronize`.
+
+Both cost nothing while nobody synchronises. The debug mode reports reads of values, blocking copies and synchronised
+streams as Python warnings, which this file takes out of the stream of warnings. It does not report uploads from
+pageable memory with non_blocking=True; the modes in `host_reads.py` do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+
+_MESSAGE = "called a synchronizing CUDA operation"
+_OFF, _WARN = 0, 1
+
+
+class CudaSyncs:
+    """Listens while installed. The debug mode is the process's, so it is on only between `begin` and `end`.
+
+    Args:
+        on_sync: called right after a synchronising call of the debug mode's kind, in the thread that made it.
+        around_synchronize: called with `torch.cuda.synchronize` of this process and its arguments; must call it.
+    """
+
+    def __init__(self, on_sync: Callable[[], None], around_synchronize: Callable[[Callable[[], None]], None]) -> None:
+        self._on_sync = on_sync
+        self._around_synchronize = around_synchronize
+        self._show_before: Any = None
+        self._synchronize_before: Any = None
+
+    def install(self) -> None:
+        """Start listening. Idempotent."""
+        if self._show_before is not None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first use warns that the mode is a prototype
+            torch.cuda.set_sync_debug_mode(_WARN)
+            torch.cuda.set_sync_debug_mode(_OFF)
+        warnings.filterwarnings("always", message=_MESSAGE)
+        self._show_before, warnings.showwarning = warnings.showwarning, self._show
+        self._synchronize_before, torch.cuda.synchronize = torch.cuda.synchronize, self._synchronize
+
+    def uninstall(self) -> None:
+        """Stop listening and put everything back. Idempotent."""
+        if self._show_before is None:
+            return
+        if warnings.showwarning == self._show:
+            warnings.showwarning = self._show_before
+        if torch.cuda.synchronize == self._synchronize:
+            torch.cuda.synchronize = self._synchronize_before
+        self._show_before = self._synchronize_before = None
+
+    def begin(self) -> None:
+        """Synchronising calls count from here. hot path"""
+        torch._C._cuda_set_sync_debug_mode(_WARN)
+
+    def end(self) -> None:
+        """They count no more. hot path"""
+        torch._C._cuda_set_sync_debug_mode(_OFF)
+
+    def _show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if _MESSAGE in str(message):
+            self._on_sync()
+        elif self._show_before is not None:
+            self._show_before(message, category, filename, lineno, file, line)
+
+    def _synchronize(self, device: Any = None) -> None:
+        self._around_synchronize(lambda: self._synchronize_before(device))

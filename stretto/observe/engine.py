@@ -1,0 +1,72 @@
+"""ObservedEngine: an engine that is watched for hidden syncs, named in traces, and made faulty on purpose.
+
+Adds no work to a step unless it is asked to. What is watched is what must never wait: the launch on the host, and the
+step's own work wherever it runs.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from stretto.engine.engine import Engine, InFlightStep
+from stretto.engine.staging import PlanLayout, ResultBuffers, RingEntry
+from stretto.observe.annotations import Span, spans_wanted
+from stretto.observe.inject import Faults, Injector
+from stretto.observe.sync_guard import SyncGuard
+from stretto.scheduler.batch import StepPlan
+
+
+class ObservedEngine(Engine):
+    """Args beside those of `Engine`: `guard` watches, `faults` are committed in every step."""
+
+    def __init__(self, *args: Any, guard: SyncGuard, faults: Faults, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.guard = guard
+        self._watches = guard.mode != "off"
+        self._injector = Injector(faults, self.device) if faults else None
+        self._has_worker = self.device.torch_device.type == "cpu"
+
+    def launch(self, plan: StepPlan) -> InFlightStep:
+        """See `Engine`. hot path"""
+        if not self._watches:
+            return self._launch(plan)
+        # On the CPU device the host itself calls no torch, so looking at all of its calls costs nothing.
+        with self.guard.watch(inspect=self.guard.inspects(plan.index) or self._has_worker):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> InFlightStep:
+        if self._injector is not None:
+            self._injector.before_launch(self.scheduler_stream)
+        return super().launch(plan)
+
+    def _return_results(self, plan: StepPlan, entry: RingEntry) -> None:
+        if self._injector is not None:
+            self._injector.after_step(self.sampled.tokens_S[: len(plan.sampled_S)], self.stream)
+        super()._return_results(plan, entry)
+
+    def _step(self, plan: StepPlan, layout: PlanLayout, staged: torch.Tensor) -> None:
+        """See `Engine`. hot path"""
+        traced = self._has_worker and spans_wanted()
+        inspected = self._watches and self.guard.inspects(plan.index)
+        if not (traced or inspected or self._injector is not None):
+            super()._step(plan, layout, staged)
+            return
+        with ExitStack() as scope:
+            if traced:
+                scope.callback(Span(f"stretto.work {self.stream.name} {plan.index}").end)
+            if inspected:
+                scope.enter_context(self.guard.watch())
+            super()._step(plan, layout, staged)
+            if self._injector is not None:
+                self._injector.in_step()
+
+    def _copy_results(self, plan: StepPlan, host: ResultBuffers) -> None:
+        """See `Engine`. hot path"""
+        if self._watches and self.guard.inspects(plan.index):
+            with self.guard.watch():
+                super()._copy_results(plan, host)
+        else:
+            super()._copy_results(plan, host)
