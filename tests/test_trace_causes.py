@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -255,4 +256,4 @@ def test_gaps_and_work_together_are_the_whole_time(tmp_path: Path) -> None:
         lost = sum(report.idle_by_cause.values())
         assert abs(report.compute_ns + lost - report.length_ns) <= 0.001 * report.length_ns
         ends = [(gap.start, gap.end) for gap in report.gaps if gap.cause is not Cause.COPY]
-        assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(ends))

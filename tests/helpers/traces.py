@@ -137,32 +137,37 @@ def overlap_loop(
     """
     host = host or Host()
     done: list[float] = []
-    frames = (lambda *names: names) if stacks else (lambda *names: ())
+
+    def frames(*names: str) -> tuple[str, ...]:
+        return names if stacks else ()
+
     for number in range(steps):
-        with host.within("user_annotation", *([f"stretto.step {number}"] if annotate else [])):
-            with host.within("python_function", *frames("engine/loop.py(5): run")):
-                host.work(schedule, *frames(SCHEDULE))
-                if bug == "pageable@stage":
-                    with host.within("python_function", *frames("engine/staging.py(9): stage")):
-                        with host.within("cpu_op", "aten::to", "aten::_to_copy", "aten::copy_"):
-                            landed = host.copy("HtoD (Pageable -> Device)", 200.0, stream=20, size=1 << 20)
-                            host.wait(landed)
-                else:
-                    host.copy("HtoD (Pinned -> Device)", 5.0, stream=20, size=4096)
-                call = "cudaGraphLaunch" if graph else "cudaLaunchKernel"
-                host.launch(forward, "forward", call=call)
-                with host.within("python_function", *frames(SAMPLE)):
-                    if bug == "sync@sample":
-                        host.launch(2.0, "all", call="cudaLaunchKernel")
-                        host.item("aten::is_nonzero", "aten::item", "aten::_local_scalar_dense")
-                    host.launch(20.0, "argmax", call="cudaLaunchKernel")
-                done.append(host.read())
-                if len(done) > depth:
-                    with host.within("user_annotation", *(["stretto.wait"] if annotate else [])):
-                        host.wait(done[len(done) - 1 - depth], "cudaEventSynchronize")
-                    host.work(process, *frames(PROCESS))
+        step = host.within("user_annotation", *([f"stretto.step {number}"] if annotate else []))
+        with step, host.within("python_function", *frames("engine/loop.py(5): run")):
+            host.work(schedule, *frames(SCHEDULE))
+            _stage(host, bug, frames("engine/staging.py(9): stage"))
+            host.launch(forward, "forward", call="cudaGraphLaunch" if graph else "cudaLaunchKernel")
+            with host.within("python_function", *frames(SAMPLE)):
+                if bug == "sync@sample":
+                    host.launch(2.0, "all", call="cudaLaunchKernel")
+                    host.item("aten::is_nonzero", "aten::item", "aten::_local_scalar_dense")
+                host.launch(20.0, "argmax", call="cudaLaunchKernel")
+            done.append(host.read())
+            if len(done) > depth:
+                with host.within("user_annotation", *(["stretto.wait"] if annotate else [])):
+                    host.wait(done[len(done) - 1 - depth], "cudaEventSynchronize")
+                host.work(process, *frames(PROCESS))
     host.wait(max(host.streams.values()), "cudaDeviceSynchronize")
     return host
+
+
+def _stage(host: Host, bug: str, frames: tuple[str, ...]) -> None:
+    """Upload the plan of a step."""
+    if bug != "pageable@stage":
+        host.copy("HtoD (Pinned -> Device)", 5.0, stream=20, size=4096)
+        return
+    with host.within("python_function", *frames), host.within("cpu_op", "aten::to", "aten::_to_copy", "aten::copy_"):
+        host.wait(host.copy("HtoD (Pageable -> Device)", 200.0, stream=20, size=1 << 20))
 
 
 def document(*hosts: Host, **fields: Any) -> dict[str, Any]:
@@ -178,7 +183,7 @@ def document(*hosts: Host, **fields: Any) -> dict[str, Any]:
 
 def write(path: Path, *hosts: Host, **fields: Any) -> Path:
     """Write a trace; compressed if the name ends in .gz."""
-    text = json.dumps(document(*hosts, **fields), indent=1).encode()
+    text = json.dumps(document(*hosts, **fields)).encode()
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     return path
 

@@ -35,6 +35,7 @@ _OPERATORS = {
     "aten::_local_scalar_dense": "item",
 }
 _RANKS = {name: rank for rank, name in enumerate(_OPERATORS)}  # of nested ones, the first here says most
+_OPERATOR, _PYTHON_FRAME = int(HostKind.OPERATOR), int(HostKind.PYTHON)
 _PYTHON = {
     "tolist": "tolist",
     "item": "item",
@@ -182,14 +183,13 @@ class _Finder:
     def _named(self, span: int, otherwise: str) -> str:
         """The kind by the operator or the Python method around a call."""
         kind, rank = "", len(_OPERATORS)
-        host, names = self._host, self._trace.names
         for around in self._stacks.ancestors(span):
-            name = names[host.name[around]]
-            if host.kind[around] == HostKind.OPERATOR:
+            name, what = self._stacks.name(around), self._stacks.kind(around)
+            if what == _OPERATOR:
                 place = _RANKS.get(name, rank)
                 if place < rank:
                     kind, rank = _OPERATORS[name], place
-            elif host.kind[around] == HostKind.PYTHON:
+            elif what == _PYTHON_FRAME:
                 if name.startswith("<built-in method ") and not kind:
                     kind = _PYTHON.get(name.split()[2], "")
                 if words.is_user_frame(name):
@@ -205,7 +205,7 @@ class _Finder:
         stack = self._stacks.ancestors(span)
         names = self._trace.names
         drained = reach <= end + _DRAINED_NS
-        if any(names[self._host.name[i]] == words.WAIT for i in stack):
+        if any(self._stacks.name(i) == words.WAIT for i in stack):
             severity = Severity.PLANNED
         elif end >= self._last_start or not before:
             severity = Severity.OUTSIDE

@@ -177,7 +177,9 @@ class _Explainer:
         if before and end - start < _LONG_LAUNCH_NS:
             last = before.pop()
             return replace(last, end=end)
-        return Gap(start, end, Cause.LAUNCH_BOUND, -1, span, "", row)
+        # A stream that is a thread is woken by the launch: what that takes is its own.
+        woken = self._trace.lanes[int(self._trace.device.lane[row])].thread >= 0
+        return Gap(start, end, Cause.DEVICE if woken else Cause.LAUNCH_BOUND, -1, span, "", row)
 
     def _copies(self) -> list[Gap]:
         """Time in which copies between host and device run, and nothing is computed."""
@@ -188,9 +190,10 @@ class _Explainer:
         computing = intervals.union(device.start[rows][~copying], device.end[rows][~copying])
         alone = intervals.subtract(*intervals.union(device.start[rows][copying], device.end[rows][copying]), *computing)
         copies = rows[copying]
+        starts = device.start[copies]
         found = []
         for a, b in zip(alone[0].tolist(), alone[1].tolist(), strict=True):
-            row = int(copies[max(0, int(np.searchsorted(device.start[copies], a, side="right")) - 1)])
+            row = int(copies[max(0, int(np.searchsorted(starts, a, side="right")) - 1)])
             span = int(self._launches.span[row])
             found.append(Gap(a, b, Cause.COPY, -1, span, self._trace.names[device.name[row]], row))
         return found

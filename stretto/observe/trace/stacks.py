@@ -12,6 +12,7 @@ import numpy as np
 from stretto.observe.trace.model import HostKind, HostSpans, Ints, Trace
 from stretto.observe.trace.names import family, frame, is_user_frame
 
+_ANNOTATION, _PYTHON, _OPERATOR = int(HostKind.ANNOTATION), int(HostKind.PYTHON), int(HostKind.OPERATOR)
 _OVERHANG_NS = 2_000
 _SHARE = 0.5  # a frame explains an interval if it covers this much of it
 
@@ -23,6 +24,10 @@ class Stacks:
         self._names = trace.names
         self._host: HostSpans = trace.host
         self.parent = _parents(trace.host)
+        # Lists: single values are asked for, and those of arrays are slow to get.
+        self._above: list[int] = self.parent.tolist()
+        self._kind: list[int] = trace.host.kind.tolist()
+        self._name: list[int] = trace.host.name.tolist()
         self._first, self._children = _children(self.parent)
         threads = np.arange(len(trace.threads) + 1)
         self._thread_first = np.searchsorted(trace.host.thread, threads)
@@ -38,7 +43,7 @@ class Stacks:
         found = []
         while span >= 0:
             found.append(span)
-            span = int(self.parent[span])
+            span = self._above[span]
         return found
 
     def at(self, thread: int, time: int) -> int:
@@ -48,7 +53,7 @@ class Stacks:
         if span < a:
             return -1
         while span >= 0 and self._host.end[span] <= time:
-            span = int(self.parent[span])
+            span = self._above[span]
         return span
 
     def during(self, thread: int, start: int, end: int) -> int:
@@ -72,7 +77,15 @@ class Stacks:
 
     def frames(self, span: int) -> list[str]:
         """Names from the innermost to the outermost."""
-        return [self._names[self._host.name[i]] for i in self.ancestors(span)]
+        return [self.name(i) for i in self.ancestors(span)]
+
+    def name(self, span: int) -> str:
+        """The name of a span."""
+        return self._names[self._name[span]]
+
+    def kind(self, span: int) -> int:
+        """The `HostKind` of a span, as a number."""
+        return self._kind[span]
 
     def location(self, span: int) -> str:
         """Where in somebody's code a span is: the innermost frame of their own, else the innermost name that says
@@ -81,18 +94,16 @@ class Stacks:
         python = ""
         other = ""
         annotation = ""
-        name: str
         for i in self.ancestors(span):
-            name = self._names[self._host.name[i]]
-            kind = self._host.kind[i]
-            if kind == HostKind.PYTHON:
+            name, kind = self.name(i), self._kind[i]
+            if kind == _PYTHON:
                 if is_user_frame(name):
                     return name
                 if not python and frame(name) is not None:
                     python = name
-            elif kind == HostKind.ANNOTATION:
+            elif kind == _ANNOTATION:
                 annotation = annotation or family(name).rstrip(" #")
-            elif kind == HostKind.OPERATOR:
+            elif kind == _OPERATOR:
                 other = name  # the outermost operator is the one that the program called
         return annotation or python or other
 

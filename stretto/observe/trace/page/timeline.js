@@ -257,7 +257,8 @@ class Timeline {
       c.fillText(tickText(t, step), x + 4, 11);
     }
     const { start, labels } = this.device.steps;
-    const every = Math.max(1, Math.ceil((58 * this.range * start.length) / (this.width * Math.max(1, this.trace.length))));
+    const crowd = (58 * this.range * start.length) / (this.width * Math.max(1, this.trace.length));
+    const every = crowd > 1 ? niceStep(crowd) : 1;
     for (let i = Math.max(0, lowerBound(start, this.begin) - 1); i < start.length && start[i] < this.end; i++) {
       if (i % every) continue;
       const x = this.x(start[i]);
