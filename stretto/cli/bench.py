@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stretto.cli import options as o
+from stretto.cli.bench_serve import serve
 from stretto.cli.failures import reported_failures
 
 if TYPE_CHECKING:
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
 
 _PANEL = "Workload"
 
-bench_app = typer.Typer(help="Measure Stretto on this machine.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure Stretto on this machine, or any server.", no_args_is_help=True)
+bench_app.command()(serve)
 
 
 @bench_app.callback()
 def _group() -> None:
-    """Measure Stretto on this machine."""
+    """Measure Stretto on this machine, or any server."""
 
 
 @bench_app.command()
