@@ -139,10 +139,3 @@ def test_help_needs_neither_torch_nor_numpy() -> None:
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert done.stdout
         assert not {"torch", "numpy"} & set(done.stderr.split("'"))
-
-
-def test_analysis_needs_no_torch(files: dict[str, Path]) -> None:
-    code = "import sys; from stretto.cli import main\ntry: main()\nfinally: print(sorted(sys.modules), file=sys.stderr)"
-    command = [sys.executable, "-c", code, "trace", "analyze", str(files["lost"])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "torch" not in done.stderr.split("'")
