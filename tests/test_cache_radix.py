@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -486,6 +487,19 @@ def test_a_store_that_fails_changes_nothing() -> None:
     load.end(holder)
 
 
+def test_a_store_that_fails_after_a_split_leaves_the_order_of_use() -> None:
+    load = Load(2)
+    late = load.start([1, 1, 2, 2, 5, 5])
+    old = load.run([1, 1, 2, 2, 3, 3])
+    new = load.run([9, 9])
+    nobodys = load.pool.num_pages - 1
+    with pytest.raises(RuntimeError, match=f"page {nobodys} is shared but nobody holds it"):
+        load.cache.store(late.tokens, [*late.pages[:2], nobodys], late.prefix)
+    load.end(late)
+    assert sorted(load.cache.evict(3)) == sorted(old)
+    assert load.cache.evict(1) == new
+
+
 # -- eviction --------------------------------------------------------------------------------------------------------
 
 
@@ -552,6 +566,22 @@ def test_equal_calls_evict_equally() -> None:
             load.run(tokens)
             evicted.append(load.cache.evict(num_pages))
         assert evicted[0] == evicted[1]
+
+
+def test_what_is_evicted_is_gone_without_a_garbage_collection() -> None:
+    """Else each dropped node keeps its arrays, and those of the ones dropped before it."""
+    load = Load(1)
+    for n in range(1, 6):
+        load.run([n, 1, 2])
+    load.cache.lock(np.array([3, 1, 2, 4], np.int32))
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(thing) is Node for thing in gc.get_objects())
+        assert len(load.cache.evict(99)) == 12
+        assert sum(type(thing) is Node for thing in gc.get_objects()) == before - 4
+    finally:
+        gc.enable()
 
 
 # -- the check -------------------------------------------------------------------------------------------------------

@@ -106,6 +106,14 @@ def test_a_double_free_is_named_and_changes_nothing() -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_free_page_that_is_not_where_it_should_be_is_no_endless_search(n: int) -> None:
+    pool = PagePool(10)
+    pool._lowest = 9 if n > 1 else 10
+    with pytest.raises(RuntimeError, match=f"9 pages are free by count, but not {n} from page"):
+        pool.take(n)
+
+
 def test_many_scattered_pages_come_lowest_first() -> None:
     pool = PagePool(10_000)
     pool.take(9_999)

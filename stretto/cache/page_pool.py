@@ -49,9 +49,11 @@ class PagePool:
             pages = [start]
         else:
             width = 2 * n
-            while len(found := np.flatnonzero(self._is_free[start : start + width])) < n:
+            while len(found := np.flatnonzero(self._is_free[start : start + width])) < n and width < self.num_pages:
                 width *= 4
             pages = (found[:n] + start).tolist()
+        if start < 0 or len(pages) < n:
+            raise RuntimeError(f"{self._num_free} pages are free by count, but not {n} from page {self._lowest} on")
         self._is_free[pages] = False
         self._references[pages] = 1
         self._lowest = pages[-1] + 1

@@ -104,14 +104,15 @@ class RadixCache:
         parts: list[PageArray] = []
         wanted = num_pages
         while wanted > 0 and (node := self._order.first()) is not None:
-            keep = max(0, len(node.pages) - wanted)
-            parts.append(node.pages[keep:])
-            wanted -= len(node.pages) - keep
-            if keep:  # views: trimmed page by page, copies of a long node would cost its length each time
+            keep = len(node.pages) - wanted
+            if keep > 0:  # views: trimmed page by page, copies of a long node would cost its length each time
+                parts.append(node.pages[keep:])
                 node.tokens = node.tokens[: keep * self._page_size]
                 node.pages = node.pages[:keep]
-            else:
-                self._remove(node)
+                break
+            parts.append(node.pages)
+            wanted = -keep
+            self._remove(node)
         if not parts:
             return []
         pages = np.concatenate(parts)
@@ -162,21 +163,22 @@ class RadixCache:
         size, parent = self._page_size, node.parent
         if parent is None:
             raise RuntimeError("a root has nothing to split")
-        upper = Node(parent, node.tokens[:num_tokens].copy(), node.pages[: num_tokens // size].copy())
+        upper = Node(parent, node.name, node.tokens[:num_tokens].copy(), node.pages[: num_tokens // size].copy())
         upper.locks = node.locks
-        parent.children[upper.tokens[:size].tobytes()] = upper
+        parent.children[upper.name] = upper
         node.parent = upper
         node.tokens = node.tokens[num_tokens:].copy()
         node.pages = node.pages[num_tokens // size :].copy()
-        upper.children[node.tokens[:size].tobytes()] = node
+        node.name = node.tokens[:size].tobytes()
+        upper.children[node.name] = node
         if node.locks == 0:
             self._order.insert_after(upper, node)
         return upper
 
     def _add(self, parent: Node, tokens: TokenArray, pages: PageArray) -> Node:
         """A new leaf, unlocked and most recently used."""
-        leaf = Node(parent, tokens, pages)
-        parent.children[tokens[: self._page_size].tobytes()] = leaf
+        leaf = Node(parent, tokens[: self._page_size].tobytes(), tokens, pages)
+        parent.children[leaf.name] = leaf
         self._order.append(leaf)
         self._num_evictable += len(pages)
         return leaf
@@ -187,8 +189,9 @@ class RadixCache:
         if parent is None or leaf.children or leaf.locks:
             raise RuntimeError(f"a node with {len(leaf.children)} children and {leaf.locks} locks is no leaf to evict")
         self._order.remove(leaf)
-        del parent.children[leaf.tokens[: self._page_size].tobytes()]
-        self._drop_if_empty(parent)
+        del parent.children[leaf.name]
+        if not parent.children:
+            self._drop_if_empty(parent)
 
     def _drop_if_empty(self, node: Node) -> None:
         if isinstance(node, Root) and node.locks == 0 and not node.children:
@@ -265,7 +268,7 @@ class RadixCache:
         if node.parent is None and not node.children and not locks:
             raise RuntimeError("an empty tree is kept although nobody locks it")
         for first_page, child in node.children.items():
-            if child.parent is not node or child.tokens[:size].tobytes() != first_page:
+            if child.parent is not node or not first_page == child.name == child.tokens[:size].tobytes():
                 raise RuntimeError(f"{name} has a child that is not its own, or begins with another page")
         for page in node.pages.tolist():
             references = self._pool.references(page)

@@ -22,19 +22,22 @@ class Node:
     Its arrays are its own: the caller's may be a row that is reused for another request.
     """
 
-    __slots__ = ("children", "locks", "newer", "older", "pages", "parent", "tokens")
+    __slots__ = ("children", "locks", "name", "newer", "older", "pages", "parent", "tokens")
 
-    def __init__(self, parent: Node | None, tokens: TokenArray, pages: PageArray) -> None:
+    older: Node
+    newer: Node
+    """Neighbours in the order of use; not set while it is in none, so that what is dropped refers to nobody."""
+
+    def __init__(self, parent: Node | None, name: bytes, tokens: TokenArray, pages: PageArray) -> None:
         self.parent = parent
+        self.name = name
+        """The bytes of the first page of tokens: its key among the parent's children."""
         self.tokens = tokens
         self.pages = pages
         self.children: dict[bytes, Node] = {}
-        """By the bytes of a child's first page of tokens. No two children begin with the same page."""
+        """By name, so no two children begin with the same page."""
         self.locks = 0
         """Locks that end here or below, so never fewer than a child's."""
-        self.older = self
-        self.newer = self
-        """Neighbours in the order of use; itself while it is in none."""
 
 
 class Root(Node):
@@ -43,7 +46,7 @@ class Root(Node):
     __slots__ = ("key",)
 
     def __init__(self, key: CacheKey) -> None:
-        super().__init__(None, np.empty(0, np.int32), np.empty(0, np.int32))
+        super().__init__(None, b"", np.empty(0, np.int32), np.empty(0, np.int32))
         self.key = key
 
 
@@ -56,7 +59,8 @@ class UseOrder:
     """
 
     def __init__(self) -> None:
-        self._ends = Node(None, np.empty(0, np.int32), np.empty(0, np.int32))
+        self._ends = Node(None, b"", np.empty(0, np.int32), np.empty(0, np.int32))
+        self._ends.older = self._ends.newer = self._ends
         """Closes the ring: its `newer` is the first node, its `older` the last."""
 
     def first(self) -> Node | None:
@@ -76,7 +80,7 @@ class UseOrder:
         """Take `node` out of the order."""
         node.older.newer = node.newer
         node.newer.older = node.older
-        node.older = node.newer = node
+        del node.older, node.newer
 
     def _insert(self, node: Node, newer: Node) -> None:
         node.older = newer.older
