@@ -101,8 +101,7 @@ def test_clients_that_leave_do_not_harm_those_that_stay(server: ServerProcess, c
     texts: list[str] = []
 
     def stay() -> None:
-        for _ in range(4):
-            texts.append(client.completions.create(**options).choices[0].text)
+        texts.extend(client.completions.create(**options).choices[0].text for _ in range(4))
 
     def vanish(number: int) -> None:
         connection = connect(server, {**LONG, "stream": True})

@@ -23,10 +23,12 @@ from stretto.ipc.messages import (
     WORKER_BITS,
     Accepted,
     End,
+    Look,
     Ping,
     Pong,
     Refused,
     Sampling,
+    Seen,
     Step,
     Submit,
     ToEngine,
@@ -141,6 +143,7 @@ class EngineClient:
         self._submitted: dict[int, Answer] = {}
         """Neither accepted nor refused so far, by first id."""
         self._pongs: list[asyncio.Future[None]] = []
+        self._looks: list[asyncio.Future[Seen]] = []
         self.stats: dict[str, float] = {}
         """The engine's figures at its last Pong."""
         self.last_heard = time.monotonic()
@@ -259,6 +262,11 @@ class EngineClient:
                 for future in pongs:
                     if not future.done():
                         future.set_result(None)
+            elif isinstance(message, Seen):
+                looks, self._looks = self._looks, []
+                for look in looks:
+                    if not look.done():
+                        look.set_result(message)
 
     def _refused(self, message: Refused) -> None:
         answer = self._submitted.pop(message.first_id, None)
@@ -322,6 +330,17 @@ class EngineClient:
             await asyncio.wait_for(future, seconds)
             return True
         return False
+
+    async def look(self, after: int, seconds: float) -> Seen | None:
+        """The engine's steps after the one with index `after`; None if they do not come within `seconds`."""
+        if self.dead is not None:
+            return None
+        future: asyncio.Future[Seen] = asyncio.get_running_loop().create_future()
+        self._looks.append(future)
+        self._send_soon(Look(after))
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(future, seconds)
+        return None
 
     def fail(self, why: str) -> None:
         """The engine is dead: every open answer ends with an error, and no new one begins. Idempotent."""

@@ -54,7 +54,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
-    """A front end answers HTTP."""
+    """A front end takes requests."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -19,6 +19,7 @@ from stretto.ipc.control import ControlLine, EngineInfo, Failed, Progress, die_w
 from stretto.ipc.engine_service import EngineService
 from stretto.ipc.settings import read_engine_settings
 from stretto.ipc.sockets import engine_socket
+from stretto.observe.step_times import COLUMNS, Floats
 
 if TYPE_CHECKING:
     from stretto.runtime import Runtime
@@ -48,6 +49,7 @@ def main() -> int:
                 max_requests=info.max_num_seqs + settings.max_queued_requests,
                 figures=lambda: figures(runtime),
                 derive_seed=derive_seed,
+                recent=RecentSteps(runtime),
             ).run()
     finally:
         runtime.close()
@@ -65,6 +67,25 @@ def prepare_process(parent_pid: int, log_level: str) -> None:
 def figures(runtime: Runtime) -> Mapping[str, float]:
     """The runtime's figures: all of its stats that are numbers."""
     return {name: float(value) for name, value in asdict(runtime.stats()).items() if isinstance(value, (int, float))}
+
+
+class RecentSteps:
+    """The runtime's last steps as front ends are told them: times in seconds since this object was made."""
+
+    MOST = 128
+    _TIMES = tuple(place for place, name in enumerate(COLUMNS) if name.endswith(("_begin", "_end")))
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._start = runtime.device.now()
+
+    def __call__(self, after: int) -> tuple[float, Floats]:
+        """Now, and the steps whose index is above `after`: the newest, at most MOST."""
+        now = self._runtime.device.now() - self._start
+        table = self._runtime.loop.timeline.recent(self.MOST).table
+        table = table[table[:, 0] > after]
+        table[:, self._TIMES] -= self._start
+        return now, table
 
 
 def _load(config: EngineConfig, control: ControlLine) -> tuple[Runtime, EngineInfo]:

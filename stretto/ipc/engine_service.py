@@ -23,9 +23,11 @@ from stretto.ipc.messages import (
     End,
     FromEngine,
     Logprobs,
+    Look,
     Ping,
     Pong,
     Refused,
+    Seen,
     Step,
     Submit,
     decode_to_engine,
@@ -34,6 +36,7 @@ from stretto.ipc.messages import (
     unpack_tokens,
 )
 from stretto.ipc.sockets import identity, worker_of
+from stretto.observe.step_times import COLUMNS, Floats
 from stretto.request import FinishReason, Request, SamplingParams, TokenArray
 from stretto.scheduler.batch import StepOutput
 
@@ -73,6 +76,11 @@ class EngineLike(Protocol):
         """The scope of steps in a row."""
 
 
+def nothing_recent(after: int) -> tuple[float, Floats]:
+    """For engines that keep no times of their steps."""
+    return 0.0, np.empty((0, len(COLUMNS)))
+
+
 class EngineService:
     """Serves one engine until told to stop, or until the parent is gone."""
 
@@ -85,10 +93,12 @@ class EngineService:
         max_requests: int,
         figures: Callable[[], Mapping[str, float]],
         derive_seed: Callable[[int, int], int],
+        recent: Callable[[int], tuple[float, Floats]] = nothing_recent,
     ) -> None:
         """`max_requests`: samples that may run and wait at once; more are refused as busy.
 
-        `figures` gives what metrics show, by name; `derive_seed` the seed of one of the n samples of a seeded request.
+        `figures` gives what metrics show, by name; `derive_seed` the seed of one of the n samples of a seeded request;
+        `recent` the time and the steps after an index, as Seen has them.
         """
         self._engine = engine
         self._socket = socket
@@ -96,6 +106,7 @@ class EngineService:
         self._max_requests = max_requests
         self._figures = figures
         self._derive_seed = derive_seed
+        self._recent = recent
         self._requests: dict[int, Request] = {}
         """Samples that have not ended, by id."""
         self._id_of_uid: dict[int, int] = {}
@@ -159,6 +170,9 @@ class EngineService:
             self._end(message)
         elif isinstance(message, Ping):
             self._send(worker, Pong(dict(self._figures())))
+        elif isinstance(message, Look):
+            now, steps = self._recent(message.after)
+            self._send(worker, Seen(now, steps.tobytes(), dict(self._figures())))
 
     def _submit(self, message: Submit) -> FromEngine:
         count = len(message.prompts) * message.n

@@ -105,7 +105,13 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Are you alive, and how is it going? Answered by Pong."""
 
 
-ToEngine: TypeAlias = Submit | End | Ping
+class Look(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+    """What have you been doing since step `after` (its index)? Answered by Seen."""
+
+    after: int
+
+
+ToEngine: TypeAlias = Submit | End | Ping | Look
 
 # -- from the engine ------------------------------------------------------------------------------------------------
 
@@ -166,7 +172,18 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     stats: dict[str, float]
 
 
-FromEngine: TypeAlias = Accepted | Refused | Step | Pong
+class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):
+    """Recent steps, for people who watch. Sent only when somebody asks."""
+
+    now: float
+    """Seconds since the engine's start."""
+    steps: bytes
+    """float64 [steps, COLUMNS of observe.step_times], oldest first; times as `now`. Of many, the newest."""
+    stats: dict[str, float]
+    """As in Pong."""
+
+
+FromEngine: TypeAlias = Accepted | Refused | Step | Pong | Seen
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

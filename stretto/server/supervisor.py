@@ -161,7 +161,8 @@ class Supervisor:
         assert self._listener is not None
         self._num_workers += 1
         number = self._num_workers
-        command = ["stretto.server.worker", str(self._directory), str(number)]
+        replaces = "0" if self._info is None else "1"
+        command = ["stretto.server.worker", str(self._directory), str(number), replaces]
         child = self._spawn(command, number, self._listener.fileno())
         self._workers.append(child)
         if self._info is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -43,18 +44,23 @@ _LAST_WORDS_SECONDS = 2.0
 
 
 def main() -> None:
-    """`python -m stretto.server.worker DIRECTORY NUMBER CONTROL_FD LIFE_FD SOCKET_FD`."""
+    """`python -m stretto.server.worker DIRECTORY NUMBER REPLACES CONTROL_FD LIFE_FD SOCKET_FD`.
+
+    REPLACES is 1 for a front end that joins a running server: it takes connections only once it can answer them.
+    """
     directory, number = Path(sys.argv[1]), int(sys.argv[2])
-    control_fd, life_fd, socket_fd = map(int, sys.argv[3:6])
+    replaces = sys.argv[3] == "1"
+    control_fd, life_fd, socket_fd = map(int, sys.argv[4:7])
     settings = read_worker_settings(directory)
     leave_when_closed(life_fd, directory)
+    allow_open_files(settings.server.max_connections + 256)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(
         level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     worker = Worker(settings, number, directory, ControlLine.from_fd(control_fd), socket.socket(fileno=socket_fd))
-    uvloop.run(worker.run())
+    uvloop.run(worker.run(wait_for_engine=replaces))
 
 
 class Worker:
@@ -70,6 +76,7 @@ class Worker:
         self._listener = listener
         self._frontend = Frontend(settings.server, settings.model)
         self._engine: EngineClient | None = None
+        self._ready = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = _Server(
             uvicorn.Config(
@@ -89,13 +96,15 @@ class Worker:
             )
         )
 
-    async def run(self) -> None:
-        """Serve until the parent says otherwise."""
+    async def run(self, *, wait_for_engine: bool) -> None:
+        """Serve until the parent says otherwise; before the engine is ready too, unless told to wait for it."""
         os.set_blocking(self._control.fileno(), False)
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._obey)
         self._spawn(self._beat())
         self._spawn(self._frontend.watch())
         self._spawn(self._say_serving())
+        if wait_for_engine:
+            await self._ready.wait()
         await self._server.serve(sockets=[self._listener])
         for task in list(self._tasks):
             task.cancel()
@@ -115,6 +124,7 @@ class Worker:
             os._exit(70)
 
     async def _say_serving(self) -> None:
+        await self._ready.wait()
         while not self._server.started:
             await asyncio.sleep(0.01)
         self._control.send(Serving())
@@ -140,6 +150,7 @@ class Worker:
         self._spawn(self._engine.run())
         await self._engine.ping(self._config.engine_timeout)
         self._frontend.engine_ready(info, self._engine, tokenizer)
+        self._ready.set()
 
     async def _beat(self) -> None:
         """Tell the parent that this loop turns, and ask the engine the same."""
@@ -181,6 +192,14 @@ class Worker:
 
 async def _ask(engine: EngineClient) -> None:
     await engine.ping(5.0)
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files to `count`, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def load_tokenizer(info: EngineInfo) -> Tokenizer | None:
