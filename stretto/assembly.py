@@ -14,6 +14,8 @@ from stretto.attention.paged_torch import PagedTorchAttention
 from stretto.config import EngineConfig, SchedulerConfig
 from stretto.device.base import Device
 from stretto.device.cpu import CpuDevice
+from stretto.engine.memory import MemoryPlan, plan_memory
+from stretto.engine.runner import EagerRunner, MakeRunner
 from stretto.errors import InvalidRequest, ModelLoadError
 from stretto.models.config import ModelConfig
 from stretto.models.decoder import Decoder
@@ -44,6 +46,9 @@ class Parts:
     model_config: ModelConfig
     tokenizer: Tokenizer | None
     """None where the model comes without one (random weights from a bare config)."""
+    make_runner: MakeRunner = EagerRunner
+    memory: MemoryPlan | None = None
+    """How the GPU's memory was divided; None on a CPU, or where the cache's size was given."""
 
 
 def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
@@ -72,10 +77,11 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
                 progress=lambda done, total: say("loading weights", done / max(total, 1)),
             ),
         )
-        scheduler_config = _scheduler_config(config, model, max_model_len, tokenizer, device)
-        attention = _on_device(device, lambda: _attention(scheduler_config, model, device))
+        memory = _memory(config, model, max_model_len, device)
+        scheduler_config = _scheduler_config(config, model, max_model_len, tokenizer, device, memory)
+        attention, make_runner = _on_device(device, lambda: _attention(config, scheduler_config, model, device))
         say("ready", 1.0)
-        return Parts(scheduler_config, device, model, attention, model_config, tokenizer)
+        return Parts(scheduler_config, device, model, attention, model_config, tokenizer, make_runner, memory)
     except BaseException:
         device.close()
         raise
@@ -140,19 +146,20 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _scheduler_config(
-    config: EngineConfig, model: Decoder, max_model_len: int, tokenizer: Tokenizer | None, device: Device
+    config: EngineConfig,
+    model: Decoder,
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
+    device: Device,
+    memory: MemoryPlan | None,
 ) -> SchedulerConfig:
-    batched = config.max_num_batched_tokens
-    if batched is None:
-        default = CPU_BATCHED_TOKENS if device.torch_device.type == "cpu" else CUDA_BATCHED_TOKENS
-        batched = max(default, config.max_num_seqs)
     eos_ids = dict.fromkeys((*model.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())))
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=batched,
+        max_num_batched_tokens=_batched_tokens(config, device),
         max_model_len=max_model_len,
         page_size=config.resolved_page_size(device.torch_device.type),
-        num_pages=_num_pages(config, model, max_model_len, device),
+        num_pages=_num_pages(config, model, max_model_len, device, memory),
         overlap_depth=config.resolved_overlap_depth(device.torch_device.type),
         batch_policy=config.batch_policy,
         max_logprobs=config.max_logprobs,
@@ -165,45 +172,85 @@ def _scheduler_config(
     )
 
 
-def _num_pages(config: EngineConfig, model: Decoder, max_model_len: int, device: Device) -> int:
+def _batched_tokens(config: EngineConfig, device: Device) -> int:
+    """Tokens of the largest step: as given, or the device's default."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    default = CPU_BATCHED_TOKENS if device.torch_device.type == "cpu" else CUDA_BATCHED_TOKENS
+    return max(default, config.max_num_seqs)
+
+
+def _memory(config: EngineConfig, model: Decoder, max_model_len: int, device: Device) -> MemoryPlan | None:
+    """How a GPU's memory is divided, unless the size of the cache was given. Raises InvalidRequest with numbers."""
+    if device.torch_device.type != "cuda" or config.num_pages or config.kv_cache_memory_bytes:
+        return None
+    torch.cuda.empty_cache()  # what loading left in the allocator is free
+    free, total = torch.cuda.mem_get_info(device.torch_device)
+    return plan_memory(
+        model.config,
+        total=total,
+        free=free,
+        utilization=config.gpu_memory_utilization,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=_batched_tokens(config, device),
+        max_model_len=max_model_len,
+        page_size=config.resolved_page_size("cuda"),
+        element_bytes=model.kv_dtype.itemsize,
+        graphs=not config.enforce_eager,
+    )
+
+
+def _num_pages(
+    config: EngineConfig, model: Decoder, max_model_len: int, device: Device, memory_plan: MemoryPlan | None
+) -> int:
     """KV pages, page 0 included: as given, or as many as the memory holds and the requests could use."""
     if config.num_pages is not None:
         return config.num_pages + 1
     shape = model.config
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.kv_dtype.itemsize
     page_size = config.resolved_page_size(device.torch_device.type)
-    memory = config.kv_cache_memory_bytes or _default_cache_bytes(device)
+    memory = config.kv_cache_memory_bytes or (memory_plan.cache if memory_plan else _default_cache_bytes())
     affordable = memory // (token_bytes * page_size)
     needed = -(-max_model_len // page_size)
     if affordable < needed:
         raise InvalidRequest(
             f"a KV cache of {memory / GIB:.2f} GiB holds {affordable * page_size} tokens of this model "
             f"({token_bytes} bytes each), fewer than max_model_len ({max_model_len}): lower max_model_len or raise "
-            "kv_cache_memory_bytes"
+            "kv_cache_memory_bytes" + (f" ({memory_plan.describe()})" if memory_plan else "")
         )
     return min(affordable, needed * config.max_num_seqs) + 1
 
 
-def _default_cache_bytes(device: Device) -> int:
-    if device.torch_device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device.torch_device)
-        return int(0.8 * free)
+def _default_cache_bytes() -> int:
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return min(4 * GIB, available // 2)
 
 
-def _attention(config: SchedulerConfig, model: Decoder, device: Device) -> AttentionBackend:
-    shape = model.config
-    return PagedTorchAttention(
-        AttentionShape(
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            page_size=config.page_size,
-            num_pages=config.num_pages,
-            dtype=model.kv_dtype,
-            device=device.torch_device,
-            scale=shape.attention_scale,
-        )
+def _attention(
+    options: EngineConfig, config: SchedulerConfig, model: Decoder, device: Device
+) -> tuple[AttentionBackend, MakeRunner]:
+    """The attention backend, and the runner that goes with it."""
+    shape = AttentionShape(
+        num_layers=model.config.num_layers,
+        num_heads=model.config.num_heads,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        dtype=model.kv_dtype,
+        device=device.torch_device,
+        scale=model.config.attention_scale,
     )
+    backend, on_gpu = options.attention_backend, device.torch_device.type == "cuda"
+    if backend == "torch" or (backend == "auto" and not on_gpu):
+        return PagedTorchAttention(shape), EagerRunner
+    # Triton is an optional dependency on a machine without a GPU.
+    from stretto.attention.triton_paged import TritonPagedAttention
+    from stretto.engine.fused_runner import fused_runner
+    from stretto.kernels.launch import INTERPRETED
+    from stretto.models.fused import FusedDecoder
+
+    if not on_gpu and not INTERPRETED:
+        raise InvalidRequest("attention_backend is 'triton', which needs a GPU; use 'torch' on a CPU")
+    attention = TritonPagedAttention(shape, config.max_rows)
+    return attention, fused_runner(FusedDecoder(model), graphs=on_gpu and not options.enforce_eager)

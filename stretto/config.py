@@ -12,6 +12,7 @@ from stretto.errors import InvalidRequest
 MAX_OVERLAP_DEPTH = 8
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int4")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ATTENTION_BACKENDS = ("auto", "torch", "triton")
 BATCH_POLICIES = ("mixed", "prefill-first")
 DEFAULT_PAGE_SIZE = {"cpu": 64, "cuda": 16}
 DEFAULT_OVERLAP_DEPTH = {"cpu": 1, "cuda": 1}
@@ -19,6 +20,7 @@ DEFAULT_OVERLAP_DEPTH = {"cpu": 1, "cuda": 1}
 BatchPolicy = Literal["mixed", "prefill-first"]
 LoadFormat = Literal["auto", "dummy"]
 SyncGuardMode = Literal["off", "count", "raise"]
+AttentionBackendName = Literal["auto", "torch", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,12 @@ class EngineConfig:
     max_queued_tokens: int | None = None
     request_timeout_s: float | None = None
     seed: int = 0
+    attention_backend: AttentionBackendName = "auto"
+    """`triton` on a GPU, `torch` elsewhere; `torch` on a GPU is the slow reference."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that weights, workspace, graphs and KV cache may take together."""
+    enforce_eager: bool = False
+    """On a GPU: no CUDA graphs."""
     sync_guard: SyncGuardMode = field(default_factory=_sync_guard_of_environment)
     """Watch for hidden syncs: `count` keeps findings, `raise` ends the run. Default: STRETTO_SYNC_GUARD, or off."""
     inject: str | Sequence[str] = ()
@@ -142,6 +150,14 @@ class EngineConfig:
             raise InvalidRequest("model is empty; give a directory, a .gguf file, a hub id or the alias smollm2-135m")
         if self.dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise InvalidRequest(
+                f"attention_backend is {self.attention_backend!r}; allowed: {', '.join(ATTENTION_BACKENDS)}"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise InvalidRequest(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; allowed: above 0, up to 1"
+            )
         if self.sync_guard not in get_args(SyncGuardMode):
             raise InvalidRequest(f"sync_guard is {self.sync_guard!r}; allowed: {', '.join(get_args(SyncGuardMode))}")
         if self.load_format not in ("auto", "dummy"):

@@ -156,6 +156,7 @@ class Runtime:
             parts.attention,
             tokenizer=parts.tokenizer,
             engine_type=observed,
+            make_runner=parts.make_runner,
         )
 
     @property
@@ -267,10 +268,16 @@ class Runtime:
                     f"stop_token_ids has {token_id}, which is not in the vocabulary: allowed are 0 to "
                     f"{config.vocab_size - 1}"
                 )
+        for token_id in params.logit_bias or ():
+            if token_id >= config.vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias has token {token_id}, which is not in the vocabulary: allowed are 0 to "
+                    f"{config.vocab_size - 1}"
+                )
         count = len({*(params.stop_token_ids or ()), *(() if params.ignore_eos else config.eos_ids)})
         if count > config.max_stop_ids:
             raise InvalidRequest(
-                f"{count} stop token ids, end-of-sequence ids included; allowed: up to {config.max_stop_ids}"
+                f"stop_token_ids has {count} ids, end-of-sequence ids included; allowed: up to {config.max_stop_ids}"
             )
         return ids.astype(np.int32)
 

@@ -8,7 +8,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from pathlib import Path
 
 import pytest
-
 import torch
 
 # Triton's kernels run in its interpreter where there is no GPU. Read when a kernel is defined.

@@ -34,6 +34,10 @@ def test_without_options_the_defaults_of_engine_config_hold(tmp_path: Path) -> N
         ({"async_scheduling": True}, {}),
         ({"trust_remote_code": True, "disable_log_stats": True}, {}),
         ({"tensor_parallel_size": 1, "quantization": None, "enable_prefix_caching": None}, {}),
+        (
+            {"gpu_memory_utilization": 0.5, "enforce_eager": True},
+            {"gpu_memory_utilization": 0.5, "enforce_eager": True},
+        ),
     ],
 )
 def test_vllm_options_that_mean_something_are_taken(options: dict[str, object], translated: dict[str, object]) -> None:

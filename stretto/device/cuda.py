@@ -118,10 +118,13 @@ class CudaStream(Stream):
         self.name = name
         self.device = device
         self.raw = torch.cuda.Stream(device.torch_device, priority=priority)  # type: ignore[no-untyped-call]
+        self._handle: int = self.raw.cuda_stream
+        self._index: int = device.torch_device.index
 
     def run(self, work: Callable[..., None], *args: object, access: Callable[[], Access] | None = None) -> None:
         """Call `work(*args)` now, with this stream as the current one and in inference mode. hot path
 
+        The stream stays the calling thread's current one, as switching there and back costs more than many a work.
         What the work launches is asynchronous. Raises DeviceFault at once if the work raises, or if the driver reports
         that earlier work has failed; DeviceClosed after `close`.
         """
@@ -129,7 +132,9 @@ class CudaStream(Stream):
         if device.closed or device.fault is not None:
             device.refuse_if_unusable()
         try:
-            with torch.inference_mode(), torch.cuda.stream(self.raw):
+            if torch._C._cuda_getCurrentRawStream(self._index) != self._handle:
+                torch.cuda.set_stream(self.raw)
+            with torch.inference_mode():
                 work(*args)
         except Exception as cause:
             raise device.fail(self.name, work, cause) from cause

@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
 from stretto.engine.graphs import DecodeGraphs, ladder
 from stretto.engine.runner import MakeRunner, RunnerParts, choose
 from stretto.engine.sampler import SamplingMix
-from stretto.engine.staging import PlanLayout
+from stretto.engine.staging import PlanLayout, pack
 from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_mixed
 from stretto.kernels.sampling import SampleScratch, sample_rows
 from stretto.models.fused import FusedDecoder
@@ -53,33 +54,47 @@ class FusedRunner:
     def prepare(self) -> None:
         """Compile the kernels and capture the graphs. Blocks."""
         if self.graphs is not None:
+            self._warm_up()
             self.graphs.capture()
+
+    def _warm_up(self) -> None:
+        """Run each path of a step with prompt chunks once, on the padding row: compiles its kernels."""
+        tokens = min(32, self._parts.config.max_model_len - 1, self._parts.config.max_num_batched_tokens)
+        for past in (0, 1):
+            plan = _padding_plan(tokens, past)
+            layout = PlanLayout.of(plan, self._parts.config.max_stop_ids)
+            words = np.zeros(layout.num_words, np.int32)
+            pack(plan, layout, words)
+            self.run(plan, layout, torch.from_numpy(words).to(self._inputs.slot_B.device))
+        self._parts.tables.length_R[0] = 0
 
     def knows(self, plan: StepPlan) -> bool:
         """See `StepRunner`. hot path"""
-        return plan.slots_B is self._rows_known and not len(plan.page_id_U) and not plan.admitted
+        return plan.slots_B is self._rows_known and not len(plan.page_id_U) and not plan.admitted and not plan.adjusted
 
     def run(self, plan: StepPlan, layout: PlanLayout, staged: Tensor) -> None:
         """See `StepRunner`. hot path"""
         parts, rows = self._parts, layout.num_rows
         if not self.knows(plan):
             apply_plan(staged, layout, parts.tables, self._inputs)
+            if layout.adjusted:
+                tables = parts.tables
+                tables.adjustment.admit(staged[: layout.num_words], layout.adjusted, tables.token_ids_RL)
             self._rows_known = plan.slots_B if not layout.num_prefill else None
         if layout.num_prefill:
             self._run_mixed(plan, layout, staged)
         else:
             kind = WHOLE if _is_plain(plan.mix) else FORWARD
-            size, logits_SV = self._decode_step(rows, kind)
+            logits_SV = self._decode_step(rows, kind)
             if kind == FORWARD:
                 inputs = self._inputs
                 self._sample_in_torch(plan, logits_SV[:rows], inputs.slot_B[:rows], inputs.context_B[:rows])
         if parts.lengths_B is not None:
             parts.lengths_B[:rows] = parts.tables.length_R[self._inputs.slot_B[:rows]]
 
-    def _decode_step(self, rows: int, kind: int) -> tuple[int, Tensor]:
-        if self.graphs is not None:
-            return self.graphs.replay(rows, kind)
-        return rows, self._decode(rows, kind)
+    def _decode_step(self, rows: int, kind: int) -> Tensor:
+        """Logits of at least `rows` rows."""
+        return self._decode(rows, kind) if self.graphs is None else self.graphs.replay(rows, kind)
 
     def _decode(self, rows: int, kind: int) -> Tensor:
         """A decode step of `rows` rows, padding included, from `inputs.slot_B` and the tables; what graphs capture."""
@@ -116,7 +131,9 @@ class FusedRunner:
             self._kv_heads,
         )
         fresh = not plan.start_B[plan.num_decode :].any()
-        step = self._paged_step(rows, plan.num_decode, fresh=fresh, longest=int(plan.num_new_B.max()))
+        longest = int(plan.num_new_B.max())
+        uniform = bool((plan.num_new_B[plan.num_decode :] == longest).all())
+        step = self._paged_step(rows, plan.num_decode, fresh=fresh, longest=longest, uniform=uniform)
         attention.begin(step)
         residual_TD = model.embed(inputs.input_ids_T[: plan.num_tokens])
         residual_TD, update_TD = model.forward(residual_TD, attention.attend_projected)
@@ -149,7 +166,7 @@ class FusedRunner:
         choose(self._parts, plan, logits_SV.float(), slot_S, position_S)
         self._parts.tables.length_R[slot_S] = position_S
 
-    def _paged_step(self, rows: int, num_decode: int, *, fresh: bool, longest: int) -> PagedStep:
+    def _paged_step(self, rows: int, num_decode: int, *, fresh: bool, longest: int, uniform: bool = False) -> PagedStep:
         inputs = self._inputs
         return PagedStep(
             page_table_RM=self._parts.tables.page_table_RM,
@@ -162,10 +179,34 @@ class FusedRunner:
             num_decode=num_decode,
             fresh=fresh,
             longest_chunk=longest,
+            uniform=uniform,
         )
 
 
 def _is_plain(mix: SamplingMix) -> bool:
     """Whether the sampling kernels cover the mix: greedy rows and temperatures, nothing else."""
     filters = mix.any_top_k or mix.any_top_p or mix.any_min_p
-    return not (filters or mix.any_min_tokens or mix.num_logprobs >= 0)
+    return not (filters or mix.any_min_tokens or mix.adjusts or mix.num_logprobs >= 0)
+
+
+def _padding_plan(tokens: int, past: int) -> StepPlan:
+    """A prompt chunk of the padding row after `past` tokens."""
+    one, none = np.ones(1, np.int64), np.empty(0, np.int64)
+    return StepPlan(
+        index=0,
+        slots_B=0 * one,
+        num_new_B=tokens * one,
+        start_B=past * one,
+        num_decode=0,
+        prefill_tokens=np.zeros(tokens, np.int32),
+        sampled_S=0 * one,
+        position_S=(past + tokens) * one,
+        is_last_S=np.zeros(1, np.bool_),
+        admitted=(),
+        page_slot_U=none,
+        page_index_U=none,
+        page_id_U=none,
+        max_pages=1,
+        page_table_BM=None,
+        mix=SamplingMix(False, False, 0, False, False, False, -1),
+    )

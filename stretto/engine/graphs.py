@@ -19,8 +19,9 @@ Result = TypeVar("Result")
 
 def ladder(most: int) -> tuple[int, ...]:
     """Batch sizes to capture up to `most`: close where a padded row costs a noticeable part of a step."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
-    return tuple(size for size in sizes if size < most) + (most,)
+    # From 2 to 7 rows matrix libraries take slower paths than for 8.
+    sizes = [1, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
+    return (*(size for size in sizes if size < most), most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,8 @@ class DecodeGraphs(Generic[Result]):
         self.pool_bytes = free_before - torch.cuda.mem_get_info(device)[0]
 
     # hot path
-    def replay(self, rows: int, kind: int) -> tuple[int, Result]:
-        """Launch the graph of the smallest size that holds `rows`; (that size, the captured result). Never blocks."""
-        size = self.sizes[bisect.bisect_left(self.sizes, rows)]
-        captured = self._graphs[size, kind]
+    def replay(self, rows: int, kind: int) -> Result:
+        """Launch the graph of the smallest size that holds `rows`; what was captured with it. Never blocks."""
+        captured = self._graphs[self.sizes[bisect.bisect_left(self.sizes, rows)], kind]
         captured.graph.replay()
-        return size, captured.result
+        return captured.result

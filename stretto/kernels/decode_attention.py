@@ -16,11 +16,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.kernels.launch import num_multiprocessors, options
+from stretto.kernels.launch import dot_precision, num_multiprocessors, options
 
-PROGRAMS_PER_MULTIPROCESSOR = 2
-BLOCK_TOKENS = 64
-"""Tokens of a unit."""
+LEAST_TOKENS: tl.constexpr = tl.constexpr(64)
+"""A program takes at least this many tokens of a pair: merging more parts costs more than it saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the kernel is shaped; what is best depends on the head dim."""
+
+    unit: int
+    """Tokens of a unit."""
+    warps: int
+    stages: int
+    """Turns of the loop in flight: keys and values get (stages - 1) // 2 buffers, as page numbers must come first."""
+    programs_per_multiprocessor: int
+
+    @classmethod
+    def of(cls, head_dim: int) -> Tuning:
+        """Measured on an H200 for 128; smaller and larger heads scale the bytes in flight."""
+        if head_dim <= 128:
+            return cls(unit=16, warps=1, stages=5, programs_per_multiprocessor=8)
+        return cls(unit=16, warps=2, stages=5, programs_per_multiprocessor=4)
 
 
 def decode_attention_reference(
@@ -49,6 +67,7 @@ def decode_attention_reference(
 class DecodeWork:
     """How the line of units is cut for one step, and the room where cut pairs meet. Written and read on the device."""
 
+    tuning: Tuning
     num_programs: int
     first_unit_B1: Tensor
     """int32 [B + 1]: units (per kv head) of the rows before each row; the last entry is of all rows."""
@@ -63,16 +82,24 @@ class DecodeWork:
 
     @classmethod
     def allocate(
-        cls, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+        cls,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        tuning: Tuning | None = None,
     ) -> DecodeWork:
         """Room for steps of up to `max_rows` rows."""
-        programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR
+        tuning = tuning or Tuning.of(head_dim)
+        programs = num_multiprocessors(device) * tuning.programs_per_multiprocessor
         groups = num_heads // num_kv_heads
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
+            tuning=tuning,
             num_programs=programs,
             first_unit_B1=zeros(max_rows + 1, dtype=torch.int32),
             first_row_C=zeros(programs, dtype=torch.int32),
@@ -106,7 +133,7 @@ def plan_decode_work(
     if part == 0:
         tl.store(first_unit_ptr + row + 1, end, mask=row < num_rows)
         tl.store(first_unit_ptr, 0)
-    per_program = (total * KV_HEADS + num_programs - 1) // num_programs
+    per_program = tl.maximum((total * KV_HEADS + num_programs - 1) // num_programs, LEAST_TOKENS // UNIT)
     program = part * PART + tl.arange(0, PART)
     before = ((end * KV_HEADS)[None, :] <= (program * per_program)[:, None]) & (row < num_rows)[None, :]
     tl.store(first_row_ptr + program, tl.sum(before.to(tl.int32), 1), mask=program < num_programs)
@@ -157,9 +184,12 @@ def decode_attention(
         DIM=dim,
         DIM_PAD=max(16, triton.next_power_of_2(dim)),
         PAGE=page_size,
-        UNIT=BLOCK_TOKENS,
-        num_warps=4,
-        num_stages=3 if dim <= 128 else 2,
+        GROUPS_MERGED=triton.next_power_of_2(heads // kv_heads),
+        UNIT=work.tuning.unit,
+        PARTS=8,
+        PRECISION=dot_precision(q_BNH.dtype),
+        num_warps=work.tuning.warps,
+        num_stages=work.tuning.stages,
         **options(q_BNH.device),
     )
 
@@ -188,10 +218,13 @@ def _decode_attention(
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr,
+    GROUPS_MERGED: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -199,7 +232,7 @@ def _decode_attention(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     total = tl.load(first_unit_ptr + num_rows) * KV_HEADS
-    per_program = (total + num_programs - 1) // num_programs
+    per_program = tl.maximum((total + num_programs - 1) // num_programs, LEAST_TOKENS // UNIT)
     unit = program * per_program
     stop = tl.minimum(unit + per_program, total)
     row = tl.load(first_row_ptr + program)
@@ -232,13 +265,13 @@ def _decode_attention(
             inside = seen[:, None] & (d < DIM)[None, :]
             k = tl.load(head_keys + place, mask=inside, other=0.0)
             v = tl.load(head_values + place, mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(k)) * scale
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             total_weight = total_weight * shrink + tl.sum(weights, 1)
-            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             top = new_top
         out_row = out_ptr + row.to(tl.int64) * out_stride + (head * GROUPS + g)[:, None] * DIM + d[None, :]
         if (begin == 0) & (end == row_units):
@@ -256,27 +289,35 @@ def _decode_attention(
             last_program = (pair_first + row_units - 1) // per_program
             arrived = tl.atomic_add(arrived_ptr + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
             if arrived == last_program - first_program:
-                top = tl.full((GROUPS_PAD,), float("-inf"), tl.float32)
-                total_weight = tl.zeros((GROUPS_PAD,), tl.float32)
-                acc = tl.zeros((GROUPS_PAD, DIM_PAD), tl.float32)
-                for other in range(first_program, last_program + 1):
-                    other_part = other * 2 + (other == first_program).to(tl.int32)
-                    state = state_ptr + (other_part * GROUPS + g) * 2
-                    other_top = tl.load(state, mask=g < GROUPS, other=0.0, cache_modifier=".cg")
-                    other_weight = tl.load(state + 1, mask=g < GROUPS, other=0.0, cache_modifier=".cg")
-                    other_acc = tl.load(
-                        partial_ptr + (other_part * GROUPS + g)[:, None] * DIM + d[None, :],
-                        mask=in_q,
+                # Several parts at once: one after the other, each would wait for its own loads.
+                m = tl.arange(0, GROUPS_MERGED)
+                merged_top = tl.full((GROUPS_MERGED,), float("-inf"), tl.float32)
+                merged_weight = tl.zeros((GROUPS_MERGED,), tl.float32)
+                merged = tl.zeros((GROUPS_MERGED, DIM_PAD), tl.float32)
+                for first_other in range(first_program, last_program + 1, PARTS):
+                    other = first_other + tl.arange(0, PARTS)
+                    line = (other * 2 + (other == first_program).to(tl.int32))[:, None] * GROUPS + m[None, :]
+                    there = (other <= last_program)[:, None] & (m < GROUPS)[None, :]
+                    tops = tl.load(state_ptr + line * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                    sums = tl.load(state_ptr + line * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                    parts = tl.load(
+                        partial_ptr + line[:, :, None] * DIM + d[None, None, :],
+                        mask=there[:, :, None] & (d < DIM)[None, None, :],
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    new_top = tl.maximum(top, other_top)
-                    shrink = tl.exp2(top - new_top)
-                    other_shrink = tl.exp2(other_top - new_top)
-                    total_weight = total_weight * shrink + other_weight * other_shrink
-                    acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
-                    top = new_top
-                tl.store(out_row, (acc / total_weight[:, None]).to(out_ptr.dtype.element_ty), mask=in_q)
+                    top_so_far = tl.maximum(merged_top, tl.max(tops, 0))
+                    shrunk = tl.exp2(merged_top - top_so_far)
+                    factor = tl.exp2(tops - top_so_far[None, :])
+                    merged_weight = merged_weight * shrunk + tl.sum(sums * factor, 0)
+                    merged = merged * shrunk[:, None] + tl.sum(parts * factor[:, :, None], 0)
+                    merged_top = top_so_far
+                merged_row = out_ptr + row.to(tl.int64) * out_stride + (head * GROUPS + m)[:, None] * DIM + d[None, :]
+                tl.store(
+                    merged_row,
+                    (merged / merged_weight[:, None]).to(out_ptr.dtype.element_ty),
+                    mask=(m < GROUPS)[:, None] & (d < DIM)[None, :],
+                )
                 tl.store(arrived_ptr + row * KV_HEADS + head, 0)
         unit += end - begin
         if (head == KV_HEADS - 1) & (end == row_units):
@@ -295,7 +336,7 @@ def plan_decode(context_B: Tensor, num_rows: int, num_kv_heads: int, work: Decod
         work.num_programs,
         ROWS=triton.next_power_of_2(max(num_rows, 2)),
         KV_HEADS=num_kv_heads,
-        UNIT=BLOCK_TOKENS,
+        UNIT=work.tuning.unit,
         PART=part,
         num_warps=4,
     )

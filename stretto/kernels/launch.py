@@ -33,3 +33,8 @@ def options(device: torch.device) -> dict[str, bool]:
     if dependent_launch(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How products of matrices of `dtype` are computed: float32 exactly, not in the matrix units' tf32."""
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.kernels.decode_attention import BLOCK_TOKENS, DecodeWork, plan_decode_work
+from stretto.kernels.decode_attention import DecodeWork, plan_decode_work
 from stretto.kernels.launch import options
 
 if TYPE_CHECKING:  # only what they are made of matters here; the engine is above the kernels
@@ -115,15 +115,15 @@ def _apply_plan(
     i = tl.arange(0, _CHUNK)
     if part < rows_blocks:
         row = part * _CHUNK + i
-        slot = tl.load(staged_ptr + row, mask=row < num_rows, other=0)
-        tl.store(slot_ptr + row, slot.to(tl.int64), mask=row < max_rows)
+        row_slot = tl.load(staged_ptr + row, mask=row < num_rows, other=0)
+        tl.store(slot_ptr + row, row_slot.to(tl.int64), mask=row < max_rows)
     elif part < rows_blocks + pages_blocks:
         u = (part - rows_blocks) * _CHUNK + i
         inside = u < num_pages
-        slot = tl.load(staged_ptr + pages_at + u, mask=inside, other=0).to(tl.int64)
+        page_slot = tl.load(staged_ptr + pages_at + u, mask=inside, other=0).to(tl.int64)
         index = tl.load(staged_ptr + pages_at + num_pages + u, mask=inside, other=0)
         page = tl.load(staged_ptr + pages_at + 2 * num_pages + u, mask=inside, other=0)
-        tl.store(page_table_ptr + slot * table_stride + index, page.to(tl.int64), mask=inside)
+        tl.store(page_table_ptr + page_slot * table_stride + index, page.to(tl.int64), mask=inside)
     else:
         words = staged_ptr + pages_at + 3 * num_pages + (part - rows_blocks - pages_blocks) * (9 + STOPS)
         slot = tl.load(words).to(tl.int64)
@@ -177,7 +177,7 @@ def derive_decode(
         BLOCK=triton.next_power_of_2(width),
         ROWS=triton.next_power_of_2(max(2, num_rows)),
         KV_HEADS=num_kv_heads,
-        UNIT=BLOCK_TOKENS,
+        UNIT=work.tuning.unit,
         PART=_PART,
         num_warps=4,
         **options(out_BD.device),
@@ -229,8 +229,8 @@ def _derive_decode(
         tl.store(out_ptr + program.to(tl.int64) * WIDTH + d, row, mask=d < WIDTH)
     else:
         b = tl.arange(0, ROWS)
-        slot = tl.load(slot_ptr + b, mask=b < num_rows, other=0)
-        length = tl.load(length_ptr + slot, mask=b < num_rows, other=-1)
+        slot_B = tl.load(slot_ptr + b, mask=b < num_rows, other=0)
+        length = tl.load(length_ptr + slot_B, mask=b < num_rows, other=-1)
         plan_decode_work(
             (length + 1).to(tl.int32),
             num_rows,
@@ -289,10 +289,10 @@ def derive_mixed(
         tables.token_ids_RL.stride(0),
         tables.page_table_RM.stride(0),
         PAGE=page_size,
-        ROWS=triton.next_power_of_2(max(2, rows)),
+        ROWS=triton.next_power_of_2(max(2, inputs.slot_B.shape[0])),
         TOKENS=_TOKENS,
         KV_HEADS=num_kv_heads,
-        UNIT=BLOCK_TOKENS,
+        UNIT=work.tuning.unit,
         PART=_PART,
         num_warps=4,
     )
@@ -371,13 +371,13 @@ def _derive_mixed(
             tl.store(context_ptr + b, context, mask=in_rows)
             tl.store(query_end_ptr + b, end.to(tl.int64), mask=in_rows)
             s_inside = b < num_sampled
-            row = tl.load(staged_ptr + 2 * num_rows + b, mask=s_inside, other=0)
-            slot = tl.load(staged_ptr + row, mask=s_inside, other=0).to(tl.int64)
-            grown = tl.load(length_ptr + slot, mask=s_inside, other=0)
-            grown += tl.load(staged_ptr + num_rows + row, mask=s_inside, other=0)
-            passed = b[None, :] <= row[:, None]
-            last = tl.sum(tl.where(passed, num_new[None, :], 0), 1) - 1
-            tl.store(slot_S_ptr + b, slot, mask=s_inside)
+            row_S = tl.load(staged_ptr + 2 * num_rows + b, mask=s_inside, other=0)
+            slot_S = tl.load(staged_ptr + row_S, mask=s_inside, other=0).to(tl.int64)
+            grown = tl.load(length_ptr + slot_S, mask=s_inside, other=0)
+            grown += tl.load(staged_ptr + num_rows + row_S, mask=s_inside, other=0)
+            up_to = b[None, :] <= row_S[:, None]
+            last = tl.sum(tl.where(up_to, num_new[None, :], 0), 1) - 1
+            tl.store(slot_S_ptr + b, slot_S, mask=s_inside)
             tl.store(position_S_ptr + b, grown, mask=s_inside)
             tl.store(last_token_ptr + b, last.to(tl.int64), mask=s_inside)
         else:

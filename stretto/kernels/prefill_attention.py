@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.kernels.launch import options
+from stretto.kernels.launch import dot_precision, options
 
 
 def prefill_attention_reference(
@@ -60,7 +60,7 @@ def prefill_attention(
     scale: float,
     out_TNH: Tensor,
 ) -> None:
-    """`prefill_attention_reference` into `out_TNH`; tokens of rows before `first_row` are left as they are. Never blocks.
+    """`prefill_attention_reference` into `out_TNH`; tokens of rows before `first_row` stay as they are. Never blocks.
 
     Keys and values of the new tokens must be in their pages.
     """
@@ -83,13 +83,14 @@ def prefill_attention(
         page_table_RM.stride(0),
         out_TNH.stride(0),
         scale * 1.4426950408889634,
-        ROWS=triton.next_power_of_2(max(2, num_rows)),
+        ROWS=triton.next_power_of_2(max(2, slot_B.shape[0])),
         GROUPS=heads // kv_heads,
         DIM=dim,
         DIM_PAD=max(16, triton.next_power_of_2(dim)),
         PAGE=keys_PKSH.shape[2],
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
+        PRECISION=dot_precision(q_TNH.dtype),
         num_warps=8 if dim <= 128 else 4,
         num_stages=3 if dim <= 128 else 2,
         **options(q_TNH.device),
@@ -115,6 +116,7 @@ def _attend_block(
     DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     d = tl.arange(0, DIM_PAD)
     token = block * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -127,14 +129,14 @@ def _attend_block(
     place = (page * page_stride + (token % PAGE) * DIM)[:, None] + d[None, :]
     k = tl.load(head_keys + place, mask=inside, other=0.0)
     v = tl.load(head_values + place, mask=inside, other=0.0)
-    scores = tl.dot(q, tl.trans(k)) * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if MASKED:
         scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, new_top, total
 
 
@@ -162,6 +164,7 @@ def _prefill_attention(
     PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -196,7 +199,7 @@ def _prefill_attention(
         whole = ((past + first_query + 1) // BLOCK_K).to(tl.int32)
         seen = tl.minimum(context, past + first_query + BLOCK_Q)
         last = ((seen + BLOCK_K - 1) // BLOCK_K).to(tl.int32)
-        for block in range(0, whole):
+        for block in range(whole):
             acc, top, total = _attend_block(
                 q,
                 acc,
@@ -215,6 +218,7 @@ def _prefill_attention(
                 DIM_PAD=DIM_PAD,
                 PAGE=PAGE,
                 BLOCK_K=BLOCK_K,
+                PRECISION=PRECISION,
             )
         for block in range(whole, last):
             acc, top, total = _attend_block(
@@ -235,6 +239,7 @@ def _prefill_attention(
                 DIM_PAD=DIM_PAD,
                 PAGE=PAGE,
                 BLOCK_K=BLOCK_K,
+                PRECISION=PRECISION,
             )
         o = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(

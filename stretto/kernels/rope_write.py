@@ -40,7 +40,10 @@ def rope_write_reference(
     keys_PKSH: Tensor,
     values_PKSH: Tensor,
 ) -> None:
-    """Norm and turn q and k of `qkv_TXH` in place, then store k and v at `location` (page * S + offset) of the cache."""
+    """Norm and turn q and k of `qkv_TXH` in place, then store k and v in the cache.
+
+    `location` is page * S + offset.
+    """
     heads, kv_heads = transform.num_heads, transform.num_kv_heads
     page_size = keys_PKSH.shape[2]
     qk_TQH = qkv_TXH[:, : heads + kv_heads].float()

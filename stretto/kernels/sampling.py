@@ -65,7 +65,7 @@ def sample_rows(
     *,
     greedy_only: bool = False,
 ) -> None:
-    """Choose a token for each row of logits (any float dtype), feed it back, and advance the row's length. Never blocks.
+    """Choose a token for each row of logits (any float dtype), feed it back, advance the row's length. Never blocks.
 
     Writes `tokens_S` (int64; -1: the row failed, as in `engine.sampler.sample`), `token_ids[slot, position]` (0 for a
     failed row) and `length[slot] = position`. Rows of slot 0 are padding: only their `tokens_S` is written.
@@ -173,10 +173,9 @@ def exponential(seed, position, ids):
     signed = h.to(tl.int32, bitcast=True)
     bits = signed ^ (signed >> 16)
     u = (bits.to(tl.float32) + 0.5) * _TO_UNIT
-    # log1p(-u) by Kahan: exact in what rounding 1 - u lost.
-    y = 1.0 - u
-    away = 1.0 - y
-    return tl.where(away == 0.0, u, -tl.log(y) * (u / tl.where(away == 0.0, 1.0, away)))
+    # -log1p(-u): rounding 1 - u costs a large u nothing, and a small one has its series.
+    series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2))))
+    return tl.where(u < 0.03125, series, -tl.log(1.0 - u))
 
 
 @triton.jit
@@ -209,7 +208,7 @@ def _draw(
         b = tl.arange(0, BLOCKS_PAD)
         best = tl.max(tl.load(maximum_ptr + row * stride + b, mask=b < BLOCKS, other=float("-inf")), 0)
         x = tl.load(logits_ptr + row * logits_stride + v, mask=v < VOCABULARY, other=float("-inf")).to(tl.float32)
-        distance = tl.abs((best - x) / tl.minimum(temperature, _HIGHEST_TEMPERATURE))
+        distance = tl.abs((best - x) * (1.0 / tl.minimum(temperature, _HIGHEST_TEMPERATURE)))
         noise = exponential(tl.load(seed_ptr + slot), tl.load(position_ptr + row), v)
         score = tl.exp(-distance) / noise
         score = tl.where((v < VOCABULARY) & (score == score), score, -1.0)
@@ -250,7 +249,7 @@ def _choose(
     usable = (best < float("inf")) & (best > float("-inf"))
     ids = tl.load(maximum_id_ptr + row * stride + b, mask=inside, other=2147483647)
     token = tl.min(tl.where(value == best, ids, 2147483647), 0)
-    if not GREEDY_ONLY:
+    if not GREEDY_ONLY:  # noqa: SIM102 - the first is known when the kernel is compiled
         if tl.load(temperature_ptr + slot) >= _GREEDY_BELOW:
             score = tl.load(score_ptr + row * stride + b, mask=inside, other=-1.0)
             top = tl.max(score, 0)

@@ -1,0 +1,231 @@
+"""Each kernel of a decode step and of a prefill against the roofline: achieved bytes/s and FLOP/s, and their ceilings.
+
+Times are medians of graph replays, so launches from Python do not count; inputs rotate, so that weights come from
+memory and not from the cache. Owns the measurements; the kernels are `stretto.kernels`'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.bench import workloads
+from stretto.bench.gpu import environment
+from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode
+from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
+from stretto.kernels.prefill_attention import prefill_attention
+from stretto.kernels.rope_write import HeadTransform, rope_write
+from stretto.kernels.sampling import SampleScratch, sample_rows
+from stretto.kernels.small_matmul import Norm, small_matmul
+
+DEVICE = torch.device("cuda")
+_CACHE_BYTES = 200e6
+"""Inputs rotate through this many bytes at least: several times the L2 cache."""
+
+
+def time_us(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
+    """Median microseconds of one call, over graphs of all calls in a row."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        times = []
+        for _ in range(rounds):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return float(sorted(times)[len(times) // 2])
+
+
+def random(*shape: int) -> Tensor:
+    """bf16."""
+    return torch.randn(*shape, device=DEVICE).mul_(0.05).to(torch.bfloat16)
+
+
+class Report:
+    """Rows of (name, time, bytes/s, FLOP/s)."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, object]] = []
+
+    def add(self, name: str, us: float, num_bytes: float = 0.0, flops: float = 0.0) -> None:
+        """Record and print a measurement."""
+        row: dict[str, object] = {"name": name, "us": us}
+        text = f"{name}: {us:.2f} us"
+        if num_bytes:
+            row["bytes_per_s"] = num_bytes / us * 1e6
+            text += f", {num_bytes / us * 1e-6:.2f} TB/s"
+        if flops:
+            row["flops_per_s"] = flops / us * 1e6
+            text += f", {flops / us * 1e-6:.0f} TFLOP/s"
+        self.rows.append(row)
+        print(text, flush=True)
+
+
+def ceilings(report: Report) -> None:
+    """What this GPU does at best: copy, read, matrix product."""
+    big = torch.empty(2**31, dtype=torch.uint8, device=DEVICE).random_()
+    other = torch.empty_like(big)
+    report.add("copy 2 GiB", time_us([lambda: other.copy_(big)]), 2 * big.nbytes)
+    wide = big.view(torch.int64)
+    report.add("read 2 GiB", time_us([lambda: wide.sum()]), big.nbytes)
+    a, b = random(8192, 8192), random(8192, 8192)
+    report.add("product 8192^3", time_us([lambda: a @ b]), flops=2 * 8192**3)
+
+
+def matrices(report: Report, model: str, rows: int) -> None:
+    """The products of one layer: cuBLAS, and ours where it takes that many rows, each with its norm, gate or sum."""
+    shape = workloads.SHAPES[model]
+    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
+    for name, width, outputs, normed, gate, adds in (
+        ("qkv", hidden, q + 2 * kv, True, False, False),
+        ("o", q, hidden, False, False, True),
+        ("gate_up", hidden, 2 * ffn, True, True, False),
+        ("down", ffn, hidden, False, False, True),
+        ("head", hidden, 151_936, True, False, False),
+    ):
+        num_bytes = 2 * width * outputs
+        weights = [random(outputs, width) for _ in range(max(1, int(_CACHE_BYTES // num_bytes)))]
+        x, norm = random(rows, width), Norm(random(width), 1e-6) if normed else None
+        target = random(rows, outputs) if adds else None
+        label = f"{model} {name} {rows} rows"
+        report.add(f"{label} cuBLAS", time_us([partial(F.linear, x, w) for w in weights]), num_bytes)
+        if rows == 1:
+            ours = partial(small_matmul, x, norm=norm, gate=gate, add_to=target)
+            report.add(f"{label} ours", time_us([partial(ours, weight_OI=w) for w in weights]), num_bytes)
+
+
+def elementwise(report: Report, model: str, rows: int) -> None:
+    """Norm, gate, and the write of the heads."""
+    shape = workloads.SHAPES[model]
+    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    x, update, weight = random(rows, hidden), random(rows, hidden), random(hidden)
+    label = f"{model} {rows} rows"
+    report.add(f"{label} add+norm", time_us([lambda: add_rms_norm(x, update, weight, 1e-6)] * 8), 8 * x.numel())
+    gate_up = random(rows, 2 * ffn)
+    report.add(f"{label} gate", time_us([lambda: silu_and_mul(gate_up)] * 8), 6 * rows * ffn)
+    qkv = random(rows, heads + 2 * kv_heads, dim)
+    turns = torch.randn(4096, dim, device=DEVICE)
+    transform = HeadTransform(heads, kv_heads, random(heads + kv_heads, dim), 1e-6, turns)
+    cache = torch.zeros(2, 2 + rows // 16, kv_heads, 16, dim, dtype=torch.bfloat16, device=DEVICE)
+    places = torch.arange(rows, device=DEVICE)
+    positions = places % 4096
+    call = lambda: rope_write(qkv, positions, places, transform, cache[0], cache[1])  # noqa: E731
+    report.add(f"{label} norm+rope+write", time_us([call] * 8), 2 * 2 * qkv.numel())
+
+
+def attention(report: Report, model: str, contexts: Sequence[int], page_size: int = 16) -> None:
+    """Decode attention of one layer over several layers' caches."""
+    shape = workloads.SHAPES[model]
+    heads, kv_heads, dim = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
+    rows, most = len(contexts), -(-max(contexts) // page_size)
+    pages = sum(-(-c // page_size) for c in contexts) + 1
+    num_bytes = sum(contexts) * 4 * kv_heads * dim
+    layers = max(1, int(_CACHE_BYTES // num_bytes))
+    caches = [random(2, pages, kv_heads, page_size, dim) for _ in range(layers)]
+    order = (torch.randperm(pages - 1) + 1).tolist()
+    table = torch.zeros(rows, most, dtype=torch.int64)
+    for row, context in enumerate(contexts):
+        count = -(-context // page_size)
+        table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+    table = table.to(DEVICE)
+    slots, lengths = torch.arange(rows, device=DEVICE), torch.tensor(contexts, device=DEVICE)
+    q, out = random(rows, heads, dim), random(rows, heads, dim)
+    work = DecodeWork.allocate(rows, heads, kv_heads, dim, DEVICE)
+    plan_decode(lengths, rows, kv_heads, work)
+    calls = [
+        lambda c=cache: decode_attention(q, c[0], c[1], table, slots, lengths, dim**-0.5, work, out) for cache in caches
+    ]
+    name = f"{model} decode attention {rows} x {sum(contexts) // rows}"
+    report.add(name, time_us(calls), num_bytes)
+
+
+def prefill(report: Report, model: str, rows: int, length: int) -> None:
+    """Prompts without a cached prefix: torch's flash attention and the paged kernel."""
+    shape = workloads.SHAPES[model]
+    heads, kv_heads, dim = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
+    tokens, per_row = rows * length, length // 16
+    q, k, v = random(tokens, heads, dim), random(tokens, kv_heads, dim), random(tokens, kv_heads, dim)
+    flops = rows * 4.0 * heads * dim * length * (length + 1) / 2
+    ends = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=DEVICE)
+    flash = torch.ops.aten._flash_attention_forward
+    call = lambda: flash(q, k, v, ends, ends, length, length, 0.0, True, False, scale=0.1)  # noqa: E731
+    report.add(f"{model} prefill {rows} x {length} flash", time_us([call]), flops=flops)
+    cache = random(2, rows * per_row + 1, kv_heads, 16, dim)
+    table = torch.arange(1, rows * per_row + 1, device=DEVICE).view(rows, per_row)
+    slots, lengths = torch.arange(rows, device=DEVICE), torch.full((rows,), length, device=DEVICE)
+    query_end, out = ends[1:].to(torch.int64), torch.empty_like(q)
+    paged = lambda: prefill_attention(  # noqa: E731
+        q, cache[0], cache[1], table, slots, lengths, query_end, rows, 0, 0.1, out
+    )
+    report.add(f"{model} prefill {rows} x {length} paged", time_us([paged]), flops=flops)
+    qs, ks, vs = (x.view(rows, length, -1, dim).transpose(1, 2) for x in (q, k, v))
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            sdpa = lambda: F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, enable_gqa=True)  # noqa: E731
+            report.add(f"{model} prefill {rows} x {length} cuDNN", time_us([sdpa]), flops=flops)
+    except RuntimeError as error:
+        print(f"cuDNN attention: {error}", flush=True)
+
+
+def sampling(report: Report, rows: int) -> None:
+    """All of sampling for random rows: three kernels over bf16 logits."""
+    vocabulary = 151_936
+    logits = random(rows, vocabulary)
+    slots, positions = torch.arange(1, rows + 1, device=DEVICE), torch.full((rows,), 5, device=DEVICE)
+    temperature, seed = torch.full((rows + 1,), 0.6, device=DEVICE), torch.arange(rows + 1, device=DEVICE)
+    table, lengths = torch.zeros(rows + 1, 64, dtype=torch.int64, device=DEVICE), torch.zeros_like(seed)
+    tokens, scratch = torch.zeros_like(slots), SampleScratch.allocate(rows, vocabulary, DEVICE)
+
+    def call() -> None:
+        sample_rows(logits, slots, positions, temperature, seed, table, lengths, tokens, scratch)
+
+    report.add(f"sampling {rows} rows", time_us([call] * 4), 2 * logits.nbytes)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args()
+    report = Report()
+    with torch.inference_mode():
+        ceilings(report)
+        for rows in (1, 8, 32, 64, 256):
+            matrices(report, "qwen3-0.6b", rows)
+        for rows in (1, 32):
+            matrices(report, "qwen3-8b", rows)
+        for rows in (1, 32, 256, 8192):
+            elementwise(report, "qwen3-0.6b", rows)
+        mixed = [100 + (i * 7919) % 1500 for i in range(256)]
+        for contexts in ([384], [384] * 32, [384] * 256, [1024] * 256, mixed, [8192], [8192] * 8):
+            attention(report, "qwen3-0.6b", contexts)
+        attention(report, "qwen3-8b", [384] * 128)
+        for model in ("qwen3-0.6b", "qwen3-8b"):
+            prefill(report, model, 4, 2048)
+        for rows in (1, 32, 256):
+            sampling(report, rows)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps({"environment": environment(), "measurements": report.rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

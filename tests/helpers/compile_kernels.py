@@ -1,0 +1,108 @@
+"""Compiles every kernel for Hopper, without a GPU: `python -m tests.helpers.compile_kernels`.
+
+Triton's interpreter accepts programs that its compiler does not (a name with two types, say). The kernels' own launch
+functions are called on CPU tensors, with the launch replaced by a compilation.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+compiled: dict[str, Any] = {}
+
+
+def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Stands in for `JITFunction.run`."""
+    given = dict(zip(self.arg_names, args, strict=False))
+    options = {name: value for name, value in kwargs.items() if name not in self.arg_names and name != "launch_pdl"}
+    given.update({name: value for name, value in kwargs.items() if name in self.arg_names})
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    for index, parameter in enumerate(self.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[index,] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _POINTERS[value.dtype]
+            attributes[index,] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
+    compiled[self.__name__] = triton.compile(source, target=TARGET, options=options)
+
+
+def compile_all() -> None:
+    """Every kernel, with shapes that take every branch of the launch functions."""
+    triton.JITFunction.run = compile_instead
+    from stretto.kernels import decode_attention, elementwise, launch, plan, prefill_attention, rope_write, sampling
+    from stretto.kernels import small_matmul as products
+
+    launch.dependent_launch = lambda device: True  # type: ignore[assignment]
+    cpu = torch.device("cpu")
+
+    def bf16(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    def longs(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    elementwise.add_rms_norm(bf16(2, 1024), bf16(2, 1024), bf16(1024), 1e-6)
+    elementwise.silu_and_mul(bf16(2, 2048))
+    transform = rope_write.HeadTransform(16, 8, bf16(24, 128), 1e-6, torch.zeros(64, 128))
+    cache = bf16(2, 8, 8, 16, 128)
+    rope_write.rope_write(bf16(2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
+    work = decode_attention.DecodeWork.allocate(4, 16, 8, 128, cpu)
+    rows = (longs(9, 4), longs(4), longs(4))
+    decode_attention.plan_decode(rows[2], 4, 8, work)
+    decode_attention.decode_attention(bf16(4, 16, 128), cache[0], cache[1], *rows, 0.1, work, bf16(4, 16, 128))
+    prefill_attention.prefill_attention(
+        bf16(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 1, 0.1, bf16(99, 16, 128)
+    )
+    for count in (1, 20):
+        for norm, gate in ((products.Norm(bf16(1024), 1e-6), True), (None, False)):
+            products.small_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512), norm=norm, gate=gate)
+    logits, scratch = bf16(3, 9001), sampling.SampleScratch.allocate(3, 9001, cpu)
+    floats = torch.zeros(9)
+    sampling.sample_rows(logits, longs(3), longs(3), floats, longs(9), longs(9, 64), longs(9), longs(3), scratch)
+    _compile_plan(plan, work)
+
+
+def _compile_plan(plan: Any, work: Any) -> None:
+    from stretto.config import SchedulerConfig
+    from stretto.engine.staging import PlanLayout
+    from stretto.engine.tables import DeviceTables
+
+    config = SchedulerConfig(max_num_seqs=4, max_model_len=64, num_pages=64, vocab_size=9)
+    tables = DeviceTables(config, torch.device("cpu"))
+    inputs = plan.StepInputs.allocate(4, 64, torch.device("cpu"))
+    layout = PlanLayout(3, 2, 1, 1, 20, config.max_stop_ids)
+    staged = torch.zeros(layout.num_words, dtype=torch.int32)
+    plan.apply_plan(staged, layout, tables, inputs)
+    plan.derive_mixed(staged, layout, 1, 16, tables, inputs, work, 8)
+    table = torch.zeros(9, 1024, dtype=torch.bfloat16)
+    plan.derive_decode(4, 16, tables, inputs, work, 8, table, torch.zeros(4, 1024, dtype=torch.bfloat16))
+
+
+if __name__ == "__main__":
+    compile_all()
+    for name in sys.argv[1:]:
+        print(compiled[name].asm["ttgir"])
+    print(len(compiled), "kernels:", ", ".join(sorted(compiled)))

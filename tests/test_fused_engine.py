@@ -1,0 +1,131 @@
+"""The engine with fused kernels gives the tokens of transformers and of the plain runner: chunks, batches, overlap.
+
+Interpreted on a CPU (without graphs), compiled and captured on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stretto.assembly import assemble
+from stretto.config import EngineConfig
+from stretto.engine.fused_runner import FusedRunner
+from stretto.models.resolve import ResolvedModel
+from stretto.request import SamplingParams
+from stretto.runtime import Runtime
+from tests.helpers.tiny_models import FAMILIES, reference_greedy, save, tiny_config, tiny_model
+
+GPU = torch.cuda.is_available()
+PROMPTS = [[5, 17, 99, 3], [1], list(range(20, 57)), [7] * 9]
+TOKENS = 24 if GPU else 4
+Tiny = tuple[ResolvedModel, list[list[int]]]
+
+
+@contextmanager
+def started(model: Path, **options: object) -> Iterator[Runtime]:
+    """A runtime with the fused runner over a model directory."""
+    config = EngineConfig(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        attention_backend="triton",
+        num_pages=200,
+        page_size=16,
+        **options,  # type: ignore[arg-type]
+    )
+    parts = assemble(config)
+    runtime = Runtime(parts.config, parts.device, parts.model, parts.attention, make_runner=parts.make_runner)
+    assert isinstance(runtime.engine.runner, FusedRunner)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def outputs_of(runtime: Runtime, prompts: list[list[int]], params: SamplingParams, seed: int = 1) -> list[list[int]]:
+    requests = [runtime.add(prompt, params, seed=seed) for prompt in prompts]
+    with runtime.running():
+        while runtime.has_work:
+            runtime.step()
+    runtime.scheduler.check()
+    return [runtime.output_ids(request).tolist() for request in requests]
+
+
+@pytest.fixture(autouse=True)
+def _weights_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the fused layers run on weights that are not packed for it."""
+    monkeypatch.setattr("stretto.layers.linear.onednn_available", lambda: False)
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES) if GPU else ["qwen3"])
+def tiny(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ResolvedModel, list[list[int]]]:
+    """A saved tiny model and transformers' greedy tokens for the prompts."""
+    model = tiny_model(tiny_config(request.param))
+    resolved = save(model, tmp_path_factory.mktemp(request.param))
+    return resolved, [reference_greedy(model, prompt, TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("depth", "chunk", "policy"), [(0, 8, "mixed"), (1, 64, "prefill-first"), (2, 5, "mixed")])
+def test_greedy_tokens_are_those_of_transformers(tiny: Tiny, depth: int, chunk: int, policy: str) -> None:
+    resolved, expected = tiny
+    options = {"overlap_depth": depth, "max_num_batched_tokens": chunk, "batch_policy": policy}
+    with started(resolved.path, max_num_seqs=4, **options) as runtime:
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        assert outputs_of(runtime, PROMPTS, params) == expected
+
+
+MIXES = {
+    "plain": SamplingParams(temperature=0.8, max_tokens=5, ignore_eos=True),
+    "top-k": SamplingParams(top_k=5, max_tokens=5, ignore_eos=True),
+    "top-p": SamplingParams(top_p=0.8, max_tokens=5, ignore_eos=True),
+    "min tokens": SamplingParams(min_tokens=3, stop_token_ids=[3, 4], max_tokens=5),
+    "log-probabilities": SamplingParams(logprobs=3, max_tokens=5, ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_mix_gives_the_tokens_of_the_plain_runner(tiny: Tiny, mix: str) -> None:
+    resolved, _ = tiny
+    with started(resolved.path, max_num_seqs=4) as runtime:
+        fused = outputs_of(runtime, PROMPTS[:2], MIXES[mix])
+    config = EngineConfig(
+        model=str(resolved.path), skip_tokenizer_init=True, dtype="float32", attention_backend="torch", num_pages=200
+    )
+    parts = assemble(config)
+    plain_runtime = Runtime(parts.config, parts.device, parts.model, parts.attention)
+    plain = outputs_of(plain_runtime, PROMPTS[:2], MIXES[mix])
+    plain_runtime.close()
+    assert fused == plain
+
+
+def test_a_cached_prefix_changes_no_token(tiny: Tiny) -> None:
+    resolved, expected = tiny
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    with started(resolved.path, max_num_seqs=4) as runtime:
+        for _ in range(2):
+            assert outputs_of(runtime, [PROMPTS[2]], params) == [expected[2]]
+
+
+def test_an_unchanged_batch_needs_no_plan(tiny: Tiny) -> None:
+    with started(tiny[0].path, max_num_seqs=4) as runtime:
+        runner = runtime.engine.runner
+        known: list[bool] = []
+        knows = runner.knows
+
+        def watch(plan: object) -> bool:
+            known.append(knows(plan))  # type: ignore[arg-type]
+            return known[-1]
+
+        runner.knows = watch  # type: ignore[method-assign]
+        outputs_of(runtime, [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert known[0] is False
+    assert any(known)
