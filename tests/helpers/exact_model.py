@@ -36,8 +36,9 @@ class ExactAttention:
         inputs = self._inputs
         assert inputs is not None
         self.cache[inputs.kv_location_T] = k_TKH[:, 0, 0]
-        starts = inputs.query_start_B1[:-1].repeat_interleave(torch.from_numpy(inputs.num_new_B_host))
-        rows = torch.arange(len(inputs.num_new_B_host)).repeat_interleave(torch.from_numpy(inputs.num_new_B_host))
+        new_B, total = torch.from_numpy(inputs.num_new_B_host), int(inputs.num_new_B_host.sum())
+        starts = inputs.query_start_B1[:-1].repeat_interleave(new_B, output_size=total)
+        rows = torch.arange(len(new_B)).repeat_interleave(new_B, output_size=total)
         offsets = torch.arange(len(rows)) - starts
         seen_T = (inputs.context_B - torch.from_numpy(inputs.num_new_B_host))[rows] + offsets + 1
         offsets_P = torch.arange(self.page_size)
