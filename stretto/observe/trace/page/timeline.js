@@ -89,11 +89,11 @@ class Timeline {
     document.getElementById("range").textContent = `${duration(this.range)} of ${duration(this.trace.length)}`;
   }
 
-  // The finest level of a row whose spans are not all thinner than a pixel.
+  // The level of a row that draws about one span per pixel; null: the row itself.
   _level(row) {
     const pixel = this.range / this.width;
     let chosen = null;
-    for (const level of row.levels()) if (level.width <= pixel) chosen = level;
+    for (const level of row.levels()) if (level.width <= 2 * pixel) chosen = level;
     return chosen;
   }
 
@@ -165,6 +165,7 @@ class Timeline {
   // Gaps tint everything below them: what was the host doing just then?
   _bands(c, height) {
     const row = this.device.gaps;
+    if (row.after(this.end) - row.after(this.begin) > 2 * this.width) return; // none would be as wide as a pixel
     c.globalAlpha = this.theme.dark ? 0.16 : 0.11;
     for (let i = row.after(this.begin); i < row.n && row.start[i] < this.end; i++) {
       const a = this.x(row.start[i]), w = this.x(row.end[i]) - a;
