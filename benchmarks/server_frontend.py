@@ -154,6 +154,52 @@ async def client_main(port: int, streams: int, seconds: float) -> dict[str, floa
     return result
 
 
+def layer_costs(streams: int) -> dict[str, float]:
+    """Microseconds per token of the layers that are ours: taking a step (message, text) and making its events."""
+    return asyncio.run(_layer_costs(streams))
+
+
+async def _layer_costs(streams: int, steps: int = 40) -> dict[str, float]:
+    import tempfile
+
+    from stretto.ipc.client import EngineClient
+    from stretto.ipc.messages import Step, decode_from_engine, encode
+    from stretto.models.gguf_file import GGUFFile
+    from stretto.models.resolve import resolve_model
+    from stretto.prompts import Prompt
+    from stretto.server.endpoints_chat import ChatEvents, ChatReply
+    from stretto.server.frontend import Frontend, OpenRequest
+    from stretto.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_gguf(GGUFFile(resolve_model("smollm2-135m").path).metadata)
+    frontend = Frontend(ServerConfig(), "m")
+    frontend._tokenizer = tokenizer
+    with tempfile.TemporaryDirectory() as directory:
+        client = EngineClient(1, Path(directory), tokenizer, lambda count, waits: None)
+        params = SamplingParams(max_tokens=1_000_000)
+        events = []
+        for _ in range(streams):
+            answer = client._make_answer([Prompt(None, [1])], params, 0)
+            client._register(answer)
+            events.append(ChatEvents(ChatReply(frontend, OpenRequest(answer, 1), "m", 0), None))
+        ids = np.array(list(client._live), np.int64)
+        spent = {"take a step": 0.0, "make events": 0.0}
+        for step in range(steps):
+            tokens = ((ids * 31 + step * 7) % 3000 + 300).astype(np.int32)
+            data = encode(Step(ids.tobytes(), tokens.tobytes(), [], []))
+            begin = time.process_time()
+            message = decode_from_engine(data)
+            assert isinstance(message, Step)
+            client._take_step(message)
+            middle = time.process_time()
+            for each in events:
+                each.new()
+            spent["take a step"] += middle - begin
+            spent["make events"] += time.process_time() - middle
+        client.close()
+    return {name: 1e6 * seconds / (steps * streams) for name, seconds in spent.items()}
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -207,6 +253,10 @@ def main() -> None:
         "tokens_per_s_per_core": tokens / result["worker_cpu"],
         "client_cpu_share": result["client_cpu"] / seconds,
     }
+    layers = layer_costs(options.streams)
+    for name, cost in layers.items():
+        report[f"us: {name}"] = cost
+    report["us: loop, HTTP, sockets"] = report["front_end_us_per_token"] - sum(layers.values())
     for name, value in report.items():
         print(f"{name:<26}{value:12.2f}")
     if options.json is not None:

@@ -122,7 +122,7 @@ def run(served: Served, work: Callable[[EngineClient], Coroutine[Any, Any, None]
     """Do `work` with a client of its own."""
 
     async def main() -> None:
-        client = EngineClient(worker, served.directory, None, lambda count: None)
+        client = EngineClient(worker, served.directory, None, lambda count, waits: None)
         reader = asyncio.ensure_future(client.run())
         try:
             await asyncio.wait_for(work(client), PATIENCE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -64,6 +64,7 @@ class Answer:
         self.aborted = False
         self.created = time.monotonic()
         self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
         self.num_open = len(samples)
         self._client = client
         self._news = False
@@ -132,8 +133,17 @@ class _Live:
 class EngineClient:
     """Speaks with one engine."""
 
-    def __init__(self, worker: int, directory: Path, tokenizer: Tokenizer | None, on_step: Callable[[int], None]):
-        """`on_step` is told how many tokens each step message brought."""
+    def __init__(
+        self,
+        worker: int,
+        directory: Path,
+        tokenizer: Tokenizer | None,
+        on_step: Callable[[int, Mapping[float, int]], None],
+    ) -> None:
+        """`on_step` is told how many tokens a step message brought, and the answers' waits since the step before.
+
+        Waits are seconds, each with the number of answers that had it: answers of the same steps share it.
+        """
         self._tokenizer = tokenizer
         self._on_step = on_step
         self._next_id = worker << WORKER_BITS
@@ -180,9 +190,7 @@ class EngineClient:
             Sampling.of(params),
             priority,
         )
-        for index, sample in enumerate(answer.samples):
-            self._live[answer.first_id + index] = _Live(sample, answer)
-        self._submitted[answer.first_id] = answer
+        self._register(answer)
         try:
             await self._send(message)
             await answer.accepted
@@ -190,6 +198,11 @@ class EngineClient:
             answer.abort()
             raise
         return answer
+
+    def _register(self, answer: Answer) -> None:
+        for index, sample in enumerate(answer.samples):
+            self._live[answer.first_id + index] = _Live(sample, answer)
+        self._submitted[answer.first_id] = answer
 
     def _make_answer(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int) -> Answer:
         first_id = self._next_id
@@ -306,11 +319,16 @@ class EngineClient:
                 self._finish(end.id, live, FinishReason(end.reason))
                 woken.add(live.answer)
         now = time.monotonic()
+        waits: dict[float, int] = {}
         for answer in woken:
-            if answer.first_token_at is None:
+            before = answer.last_token_at
+            if before is None:
                 answer.first_token_at = now
+            else:
+                waits[now - before] = waits.get(now - before, 0) + 1
+            answer.last_token_at = now
             answer.wake()
-        self._on_step(len(ids))
+        self._on_step(len(ids), waits)
 
     def _finish(self, sample_id: int, live: _Live, reason: FinishReason) -> None:
         live.sample.finish(reason)

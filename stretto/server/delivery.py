@@ -23,6 +23,8 @@ _HEADERS = [
 ]
 ABORT = "stretto.abort"
 """In a scope: cuts the connection, whatever still waits to be written."""
+SEND = "stretto.send"
+"""In a scope: the server's own `send`, for parts of a body; those that wrap it look at the start of a response only."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -88,7 +90,7 @@ class EventStream(Response):
         gone = asyncio.ensure_future(self._abort_when_left(receive))
         self._opened.give_up = scope.get(ABORT)
         try:
-            await self._send_all(send)
+            await self._send_all(send, scope.get(SEND, send))
         finally:
             gone.cancel()
             self._frontend.close(self._opened)
@@ -97,7 +99,7 @@ class EventStream(Response):
         await left(receive)
         self._opened.answer.abort()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, send_part: Send) -> None:
         answer, events, opened = self._opened.answer, self._events, self._opened
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         data = events.begin()
@@ -105,7 +107,7 @@ class EventStream(Response):
         while more:
             if data:
                 opened.sending_since = time.monotonic()
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send_part({"type": "http.response.body", "body": data, "more_body": True})
                 opened.sending_since = None
             await answer.news()
             if answer.aborted:
@@ -115,4 +117,4 @@ class EventStream(Response):
         error = answer_error(answer)
         data += events.end() if error is None else events.failed(error)
         opened.sending_since = time.monotonic()
-        await send({"type": "http.response.body", "body": data, "more_body": False})
+        await send_part({"type": "http.response.body", "body": data, "more_body": False})

@@ -19,7 +19,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.server.bodies import Note, put_note, too_large
-from stretto.server.delivery import ClientLeft
+from stretto.server.delivery import SEND, ClientLeft
 from stretto.server.errors import ApiError, internal_error
 from stretto.server.metrics import Metrics
 from stretto.server.settings import ServerConfig
@@ -51,6 +51,7 @@ class Gate:
         started = time.monotonic()
         request_id = _request_id(scope)
         note = put_note(scope)
+        scope[SEND] = send
         status = 0
 
         async def send_with_id(message: Message) -> None:

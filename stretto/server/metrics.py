@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,6 +16,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from stretto.ipc.client import Answer
+from stretto.request import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -42,6 +44,15 @@ _ENGINE_COUNTERS = {
 }
 
 
+class _BulkHistogram(Histogram):
+    """A histogram that takes many equal observations at the price of one."""
+
+    def observe_many(self, amount: float, count: int) -> None:
+        """`amount`, `count` times."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
+
+
 class Metrics:
     """Counters and histograms of one front end, and how they are shown."""
 
@@ -52,17 +63,22 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"stretto:{name}", text, ("model_name", *labels), registry=self._registry)
 
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            made = Histogram(
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> _BulkHistogram:
+            made = _BulkHistogram(
                 f"stretto:{name}", text, ("model_name",), registry=self._registry, buckets=tuple(map(float, buckets))
             )
             return made.labels(model)
 
         self._requests = counter("request_success", "Requests whose samples ended, by reason.", "finished_reason")
+        for reason in FinishReason:
+            self._requests.labels(model, reason.value)  # shown from the start, as 0
         self._http = counter("http_requests", "HTTP requests by route and status.", "path", "status")
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests.").labels(model)
         self._generated = counter("generation_tokens", "Tokens that clients were given.").labels(model)
         self._first = histogram("time_to_first_token_seconds", "From admission to the first token.", _SECONDS)
+        self._between = histogram(
+            "inter_token_latency_seconds", "Between the steps that gave a request tokens.", _SECONDS
+        )
         self._each = histogram(
             "request_time_per_output_token_seconds", "Mean time between the tokens of a request.", _SECONDS
         )
@@ -70,9 +86,11 @@ class Metrics:
         self._prompt_sizes = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._output_sizes = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
 
-    def tokens(self, count: int) -> None:
-        """So many tokens came with a step."""
+    def step(self, count: int, waits: Mapping[float, int]) -> None:
+        """So many tokens came with a step; `waits` are seconds, each with the number of requests that had it."""
         self._generated.inc(count)
+        for seconds, times in waits.items():
+            self._between.observe_many(seconds, times)
 
     def http(self, path: str, status: int) -> None:
         """A response was sent; `path` is a route, never what the client made up."""

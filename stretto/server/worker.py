@@ -146,7 +146,7 @@ class Worker:
         except Exception as error:
             self._control.send(Failed(f"a front end cannot load the tokenizer: {error}", False))
             raise
-        self._engine = EngineClient(self._number, self._directory, tokenizer, self._frontend.metrics.tokens)
+        self._engine = EngineClient(self._number, self._directory, tokenizer, self._frontend.metrics.step)
         self._spawn(self._engine.run())
         await self._engine.ping(self._config.engine_timeout)
         self._frontend.engine_ready(info, self._engine, tokenizer)
