@@ -17,6 +17,8 @@ from stretto.errors import InvalidRequest, NotSupported, StrettoError
 from stretto.interrupts import InterruptGate, held_interrupts
 from stretto.jobs import JobRunner, Work
 from stretto.layers.formats import resolve_dtype
+from stretto.observe.step_times import RecentSteps
+from stretto.observe.sync_guard import SyncFinding
 from stretto.output import Job
 from stretto.progress import AnswerProgress
 from stretto.prompts import Prompt, PromptType, parse_prompt, parse_prompts
@@ -228,6 +230,15 @@ class LLM:
     def stats(self) -> RuntimeStats:
         """Figures of the engine since it was started."""
         return self._runtime.stats()
+
+    def recent_steps(self, count: int | None = None) -> RecentSteps:
+        """Host and device times of the last steps, oldest first."""
+        return self._runtime.timeline.recent(count)
+
+    def hidden_syncs(self) -> list[SyncFinding]:
+        """Where the host waited for the device without a plan, worst first; nothing unless `sync_guard` watches."""
+        guard = self._runtime.guard
+        return [] if guard is None else guard.findings()
 
     # -- life -------------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,14 @@ class ThroughputReport:
     device_busy_s: float
     bubble_s: float
     bubble_share: float
+    occupancy: float
+    """Device busy / wall time while anything was runnable."""
+    overlap_window_s: float
+    """Mean time of a step in which the host could work for free."""
+    host_s: dict[str, float]
+    """Host time by phase of the loop."""
+    hidden_syncs: list[str] | None
+    """Where the host waited without a plan; None: nobody watched (`sync_guard`)."""
     preemptions: int
     versions: dict[str, str]
 
@@ -79,8 +87,16 @@ class ThroughputReport:
             ("steps", f"{self.steps}"),
             ("overlap depth", f"{self.overlap_depth}"),
             ("bubble share", f"{100 * self.bubble_share:.2f} %"),
+            ("occupancy", f"{100 * self.occupancy:.2f} %"),
+            ("overlap window", f"{1e3 * self.overlap_window_s:.3f} ms a step"),
+            ("host", f"{self._phases()} µs a step"),
             ("preemptions", f"{self.preemptions}"),
+            *(("hidden sync", text) for text in self.hidden_syncs or ()),
         ]
+
+    def _phases(self) -> str:
+        each = 1e6 / max(self.steps, 1)
+        return ", ".join(f"{name} {seconds * each:.0f}" for name, seconds in self.host_s.items())
 
 
 def measure_throughput(llm: LLM, workload: Workload) -> ThroughputReport:
@@ -96,6 +112,8 @@ def measure_throughput(llm: LLM, workload: Workload) -> ThroughputReport:
     after = llm.stats()
     num_input = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    runnable_s, steps = after.runnable_s - before.runnable_s, after.steps - before.steps
+    window_s = after.overlap_window_s * after.steps - before.overlap_window_s * before.steps
     busy_s, bubble_s = after.busy_s - before.busy_s, after.bubble_s - before.bubble_s
     return ThroughputReport(
         model=llm.config.model,
@@ -107,11 +125,21 @@ def measure_throughput(llm: LLM, workload: Workload) -> ThroughputReport:
         seconds=seconds,
         output_tokens_per_s=num_output / seconds,
         total_tokens_per_s=(num_input + num_output) / seconds,
-        steps=after.steps - before.steps,
+        steps=steps,
         overlap_depth=after.overlap_depth,
         device_busy_s=busy_s,
         bubble_s=bubble_s,
         bubble_share=bubble_s / (busy_s + bubble_s) if busy_s + bubble_s else 0.0,
+        occupancy=min(1.0, busy_s / runnable_s) if runnable_s else 0.0,
+        overlap_window_s=window_s / steps if steps else 0.0,
+        host_s={
+            "receive": after.receive_s - before.receive_s,
+            "schedule": after.schedule_s - before.schedule_s,
+            "launch": after.launch_s - before.launch_s,
+            "blocked": after.blocked_s - before.blocked_s,
+            "process": after.process_s - before.process_s,
+        },
+        hidden_syncs=None if after.hidden_syncs is None else [str(finding) for finding in llm.hidden_syncs()],
         preemptions=after.preemptions - before.preemptions,
         versions=versions(),
     )

@@ -52,6 +52,8 @@ def throughput(
     max_num_batched_tokens: o.MaxNumBatchedTokens = None,
     overlap_depth: o.OverlapDepth = None,
     enable_prefix_caching: o.PrefixCaching = False,
+    inject: o.Inject = None,
+    sync_guard: o.SyncGuard = None,
     debug: o.Debug = False,
 ) -> None:
     """Tokens per second, steps and bubble share of many requests at once (greedy, end-of-sequence ignored)."""
@@ -68,6 +70,8 @@ def throughput(
         max_num_batched_tokens=max_num_batched_tokens,
         overlap_depth=overlap_depth,
         enable_prefix_caching=enable_prefix_caching,
+        inject=inject,
+        sync_guard=sync_guard,
     )
     with reported_failures(debug):
         from stretto.bench.throughput import Workload

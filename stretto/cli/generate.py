@@ -56,6 +56,8 @@ def generate(
     max_num_batched_tokens: o.MaxNumBatchedTokens = None,
     overlap_depth: o.OverlapDepth = None,
     enable_prefix_caching: o.PrefixCaching = True,
+    inject: o.Inject = None,
+    sync_guard: o.SyncGuard = None,
     json_lines: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each prompt, in order.", rich_help_panel="Output")
     ] = False,
@@ -78,6 +80,8 @@ def generate(
         max_num_batched_tokens=max_num_batched_tokens,
         overlap_depth=overlap_depth,
         enable_prefix_caching=enable_prefix_caching,
+        inject=inject,
+        sync_guard=sync_guard,
     )
     with reported_failures(debug):
         texts = _read_prompts(prompts or [], file)
@@ -107,6 +111,8 @@ def generate(
             if stats:
                 sys.stdout.flush()
                 print(_figures(llm, time.perf_counter() - started), file=sys.stderr)
+            for finding in llm.hidden_syncs():
+                print(f"stretto: hidden sync: {finding}", file=sys.stderr)
 
 
 def _read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 
-_MODEL, _SAMPLING, _ENGINE, _OUTPUT = "Model", "Sampling", "Engine", "Output"
+_MODEL, _SAMPLING, _ENGINE, _OUTPUT, _OVERLAP = "Model", "Sampling", "Engine", "Output", "Overlap"
 
 Model = Annotated[
     str, typer.Option(help="Directory, .gguf file, hub id, or the alias smollm2-135m.", rich_help_panel=_MODEL)
@@ -47,6 +47,16 @@ PrefixCaching = Annotated[
         help="Share the KV of requests that begin alike.",
         rich_help_panel=_ENGINE,
     ),
+]
+Inject = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Fault on purpose: sync@sample, pageable@stage, slow-host=2ms, slow-device=5ms; may be repeated.",
+        rich_help_panel=_OVERLAP,
+    ),
+]
+SyncGuard = Annotated[
+    str | None, typer.Option(help="Watch for hidden syncs: off, count or raise.", rich_help_panel=_OVERLAP)
 ]
 
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_SAMPLING)]
@@ -86,9 +96,12 @@ class EngineOptions:
     max_num_batched_tokens: int | None
     overlap_depth: int | None
     enable_prefix_caching: bool = True
+    inject: list[str] | None = None
+    sync_guard: str | None = None
 
     def as_arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        unset = {name for name in ("inject", "sync_guard") if getattr(self, name) is None}
+        return {name: getattr(self, name) for name in self.__slots__ if name not in unset}
 
 
 @contextmanager
