@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.attention.base import AttentionInputs, AttentionShape
 from stretto.errors import NotSupported
-from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode
+from stretto.kernels.decode_attention import FEW_PAIRS, DecodeWork, decode_attention, plan_decode
 from stretto.kernels.prefill_attention import prefill_attention
 from stretto.kernels.rope_write import HeadTransform, rope_write
 
@@ -80,11 +80,18 @@ class TritonPagedAttention:
         self._cache = torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
         self._keys = tuple(self._cache[:, 0].unbind())
         self._values = tuple(self._cache[:, 1].unbind())
-        self.work = DecodeWork.allocate(max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device)
+        self._few_rows = min(max_rows, max(1, FEW_PAIRS // shape.num_kv_heads))
+        self._work_for_few = DecodeWork.allocate(self._few_rows, *heads)
+        self._work_for_many = DecodeWork.allocate(max_rows, *heads)
         self._rows = torch.arange(max_rows, device=shape.device)
         self._flash = prefill == "flash" and shape.device.type == "cuda" and shape.dtype.itemsize == 2
         self._step: PagedStep | None = None
         self._flash_ends: Tensor | None = None
+
+    def work_for(self, rows: int) -> DecodeWork:
+        """Where the kernels look up how the attention of so many decode rows is cut."""
+        return self._work_for_few if rows <= self._few_rows else self._work_for_many
 
     @property
     def cache_bytes(self) -> int:
@@ -102,7 +109,7 @@ class TritonPagedAttention:
         chunks = np.flatnonzero(num_new_B > 1)
         num_decode = int(chunks[0]) if len(chunks) else num_rows
         if num_decode:
-            plan_decode(inputs.context_B, num_decode, self.shape.num_kv_heads, self.work)
+            plan_decode(inputs.context_B, num_decode, self.shape.num_kv_heads, self.work_for(num_decode))
         self.begin(
             PagedStep(
                 page_table_RM=inputs.page_table_BM,
@@ -139,10 +146,32 @@ class TritonPagedAttention:
     def attend_projected(self, layer: int, qkv_TXH: Tensor, transform: HeadTransform) -> Tensor:
         """o_TNH from the raw projection, which is changed in place: heads normed and turned, cache written. hot path"""
         step = self._current()
+        if step.num_decode == step.num_rows:
+            return self._decode_projected(layer, qkv_TXH, transform)
         rope_write(qkv_TXH, step.positions_T, step.location_T, transform, self._keys[layer], self._values[layer])
         heads, kv_heads = transform.num_heads, transform.num_kv_heads
         q_TNH, k_TKH, v_TKH = qkv_TXH.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         return self._attend(layer, q_TNH, k_TKH, v_TKH)
+
+    def _decode_projected(self, layer: int, qkv_BXH: Tensor, transform: HeadTransform) -> Tensor:
+        """All rows decode: norm, turn, write and attention are one kernel."""
+        step, shape = self._current(), self.shape
+        out_BNH = torch.empty(
+            step.num_rows, shape.num_heads, shape.head_dim, dtype=qkv_BXH.dtype, device=qkv_BXH.device
+        )
+        decode_attention(
+            qkv_BXH[:, : shape.num_heads],
+            self._keys[layer],
+            self._values[layer],
+            step.page_table_RM,
+            step.slot_B,
+            step.context_B,
+            shape.scale,
+            self.work_for(step.num_rows),
+            out_BNH,
+            transform,
+        )
+        return out_BNH
 
     def _attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """The new keys and values are in the cache already."""
@@ -162,7 +191,7 @@ class TritonPagedAttention:
                 step.slot_B,
                 step.context_B,
                 shape.scale,
-                self.work,
+                self.work_for(decodes),
                 out_TNH[:decodes],
             )
         if decodes < step.num_rows:

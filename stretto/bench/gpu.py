@@ -56,8 +56,8 @@ class Measurement:
     """Decode steps: (weights + keys and values read) at `FLOOR_BYTES_PER_S`, the mean over the run; else 0."""
     idle_share: float
     """Share of device time between steps in which nothing was queued although something was runnable; last run."""
-    steady_step_ms: float
-    """Median over the middle steps of the device time from a step's begin to the next one's."""
+    step_ms_by_tenth: list[float]
+    """Mean device time from a step's begin to the next one's, in each tenth of the last run's steps."""
 
 
 FLOOR_BYTES_PER_S = 4.3e12
@@ -85,31 +85,35 @@ def start(setup: Setup, root: Path) -> tuple[Runtime, float]:
     return runtime, time.perf_counter() - began
 
 
-def run(runtime: Runtime, requests: Sequence[BenchRequest]) -> tuple[float, list[float]]:
-    """(wall seconds, device milliseconds from the begin of each step to the begin of the next)."""
+def run(runtime: Runtime, requests: Sequence[BenchRequest]) -> tuple[float, list[tuple[int, float]]]:
+    """(wall seconds, after each turn: steps so far and device seconds that they took, gaps included)."""
     began = time.perf_counter()
     for index, request in enumerate(requests):
         params = SamplingParams(
             temperature=request.temperature, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False
         )
         runtime.add(request.prompt_ids, params, seed=index)
-    start = runtime.stats()
-    before, marks = start.busy_s + start.bubble_s, []
+    marks = []
     with runtime.running():
         while runtime.has_work:
             runtime.step()
             totals = runtime.stats()
-            now = totals.busy_s + totals.bubble_s
-            if now != before:
-                marks.append(1e3 * (now - before))
-                before = now
-    return time.perf_counter() - began, marks[1:]
+            marks.append((totals.steps, totals.busy_s + totals.bubble_s))
+    return time.perf_counter() - began, marks
+
+
+def by_tenth(marks: Sequence[tuple[int, float]]) -> list[float]:
+    """Mean milliseconds of a step in each tenth of a run."""
+    first, last = marks[0][0], marks[-1][0]
+    edges = [next(m for m in marks if m[0] >= first + (last - first) * tenth / 10) for tenth in range(11)]
+    pairs = zip(edges[:-1], edges[1:], strict=True)
+    return [1e3 * (end[1] - begin[1]) / max(1, end[0] - begin[0]) for begin, end in pairs]
 
 
 def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchRequest], repeats: int) -> Measurement:
     """Run a workload `repeats` times."""
     seconds: list[float] = []
-    marks: list[float] = []
+    marks: list[tuple[int, float]] = []
     before = runtime.stats()
     for _ in range(repeats):
         before = runtime.stats()
@@ -120,7 +124,6 @@ def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchR
     outputs, inputs = sum(r.max_tokens for r in requests), sum(len(r.prompt_ids) for r in requests)
     longest = max(r.max_tokens for r in requests)
     busy, bubble = after.busy_s - before.busy_s, after.bubble_s - before.bubble_s
-    middle = marks[len(marks) // 4 : len(marks) // 2] or marks
     contexts = sum(len(r.prompt_ids) * r.max_tokens + r.max_tokens * r.max_tokens // 2 for r in requests)
     read = workloads.weight_bytes(setup.model) * longest + contexts * workloads.kv_bytes_per_token(setup.model)
     return Measurement(
@@ -133,7 +136,7 @@ def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchR
         ms_per_output=1e3 * median / longest,
         floor_ms=1e3 * read / FLOOR_BYTES_PER_S / longest if longest > 1 else 0.0,
         idle_share=bubble / (busy + bubble) if busy + bubble else 0.0,
-        steady_step_ms=statistics.median(middle),
+        step_ms_by_tenth=by_tenth(marks),
     )
 
 
@@ -209,9 +212,9 @@ def main() -> None:
 def _line(m: Measurement) -> str:
     return (
         f"{m.setup.model} depth {m.setup.overlap_depth} graphs {m.setup.graphs} {m.workload}: "
-        f"{m.ms_per_output:.3f} ms/output (floor {m.floor_ms:.3f}, device {m.steady_step_ms:.3f}), "
+        f"{m.ms_per_output:.3f} ms/output (floor {m.floor_ms:.3f}), "
         f"{m.output_tokens_per_s:.0f} out/s, {m.input_tokens_per_s:.0f} in/s, idle {100 * m.idle_share:.2f} %, "
-        f"{m.steps} steps, runs {', '.join(f'{s:.3f}' for s in m.seconds)} s"
+        f"{m.steps} steps of {'/'.join(f'{x:.2f}' for x in m.step_ms_by_tenth)} ms, runs {', '.join(f'{s:.3f}' for s in m.seconds)} s"
     )
 
 

@@ -106,7 +106,7 @@ class FusedRunner:
             parts.config.page_size,
             tables,
             inputs,
-            attention.work,
+            attention.work_for(rows),
             self._kv_heads,
             model.embedding_VD,
             residual_BD,
@@ -127,7 +127,7 @@ class FusedRunner:
             parts.config.page_size,
             tables,
             inputs,
-            attention.work,
+            attention.work_for(plan.num_decode),
             self._kv_heads,
         )
         fresh = not plan.start_B[plan.num_decode :].any()

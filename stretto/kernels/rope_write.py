@@ -96,6 +96,32 @@ def rope_write(
 
 
 @triton.jit
+def transformed(
+    x,
+    norm_ptrs,
+    turns,
+    eps,
+    inside,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Heads [ROWS, DIM_PAD] normed (weights at `norm_ptrs`, of the same shape) and turned, in their own dtype."""
+    wide = x.to(tl.float32)
+    if NORM:
+        factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / DIM + eps)
+        wide = wide * factor[:, None] * tl.load(norm_ptrs, mask=inside, other=0.0).to(tl.float32)
+    cosine, sine = tl.split(tl.reshape(turns, (DIM_PAD // 2, 2)))
+    even, odd = tl.split(tl.reshape(wide, (ROWS, DIM_PAD // 2, 2)))
+    turned = tl.join(
+        even * cosine[None, :] - odd * sine[None, :],
+        even * sine[None, :] + odd * cosine[None, :],
+    )
+    return tl.reshape(turned, (ROWS, DIM_PAD)).to(x.dtype)
+
+
+@triton.jit
 def _rope_write(
     qkv_ptr,
     positions_ptr,
@@ -144,20 +170,10 @@ def _rope_write(
     place = qkv_ptr + token * (WIDTH * DIM) + (first + kv_head)[:, None] * DIM + d[None, :]
     x = tl.load(place, mask=inside, other=0.0)
     if not is_v:
-        wide = x.to(tl.float32)
-        if NORM:
-            factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / DIM + eps)
-            weight = tl.load(norm_ptr + (first + kv_head)[:, None] * DIM + d[None, :], mask=inside, other=0.0)
-            wide = wide * factor[:, None] * weight.to(tl.float32)
         position = tl.load(positions_ptr + token)
         turns = tl.load(turns_ptr + position * DIM + d, mask=d < DIM, other=0.0)
-        cosine, sine = tl.split(tl.reshape(turns, (BLOCK // 2, 2)))
-        even, odd = tl.split(tl.reshape(wide, (GROUP, BLOCK // 2, 2)))
-        turned = tl.join(
-            even * cosine[None, :] - odd * sine[None, :],
-            even * sine[None, :] + odd * cosine[None, :],
-        )
-        x = tl.reshape(turned, (GROUP, BLOCK)).to(x.dtype)
+        heads_norm = norm_ptr + (first + kv_head)[:, None] * DIM + d[None, :]
+        x = transformed(x, heads_norm, turns, eps, inside, GROUP, DIM, BLOCK, NORM)
         tl.store(place, x, mask=inside)
     if not is_q:
         location = tl.load(location_ptr + token)
