@@ -6,7 +6,7 @@ Also the scheduler's `Request`: one prompt and its parameters, from arrival to i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,6 +19,8 @@ from stretto.errors import InvalidRequest, NotSupported
 TokenArray = npt.NDArray[np.int32]
 
 
+MAX_LOGIT_BIAS = 300
+"""Token ids that a request may bias."""
 PRIORITY_STEP = 1000
 """Arrivals that one unit of priority is worth."""
 
@@ -39,10 +41,6 @@ class FinishReason(StrEnum):
 
 
 _NOT_BUILT = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
     "prompt_logprobs": None,
     "bad_words": None,
     "allowed_token_ids": None,
@@ -62,8 +60,12 @@ class SamplingParams:
     n: int = 1
     """Samples per prompt."""
     presence_penalty: float = 0.0
+    """Taken off the logit of every token that is in the output so far; in [-2, 2], above 0 favours new tokens."""
     frequency_penalty: float = 0.0
+    """Taken off a token's logit once for each time that it is in the output so far; in [-2, 2]."""
     repetition_penalty: float = 1.0
+    """What logits above 0 are divided by, and others multiplied by, if their token is in the prompt or the output so
+    far; above 0, and above 1 favours new tokens (Keskar et al.: "CTRL", 2019)."""
     temperature: float = 1.0
     """0 takes the most likely token; larger is more random."""
     top_p: float = 1.0
@@ -95,6 +97,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
     logit_bias: dict[int, float] | None = None
+    """Token id -> what is added to its logit, in [-100, 100]; ids may be given as strings of digits."""
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     logits_processors: list[object] | None = None
@@ -108,6 +111,13 @@ class SamplingParams:
         if not self.spaces_between_special_tokens:
             raise NotSupported("spaces_between_special_tokens=False: not built yet; leave it at True")
         _check_int("n", self.n, 1)
+        _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_real("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        if self.repetition_penalty == 0.0:
+            raise InvalidRequest("repetition_penalty is 0; allowed: above 0 (1 is no penalty)")
+        if self.logit_bias is not None:
+            self.logit_bias = _checked_biases(self.logit_bias)
         _check_real("temperature", self.temperature, 0.0, math.inf)
         _check_real("min_p", self.min_p, 0.0, 1.0)
         _check_real("top_p", self.top_p, 0.0, 1.0)
@@ -134,6 +144,11 @@ class SamplingParams:
             raise InvalidRequest(f"stop is {self.stop!r}; allowed: a string or a list of strings, none of them empty")
         if stops and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True; use stop_token_ids without it")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any of the three penalties is on."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def stop_strings(self) -> list[str]:
@@ -243,6 +258,26 @@ class TokenLogprobs:
     rank: int
     top_ids: Sequence[int]
     top_logprobs: Sequence[float]
+
+
+def _checked_biases(given: object) -> dict[int, float]:
+    """`logit_bias` with whole numbers as keys, in a dictionary of its own."""
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"logit_bias is {given!r}; allowed: token ids with numbers from -100 to 100")
+    if len(given) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(given)} entries; allowed: up to {MAX_LOGIT_BIAS}")
+    biases: dict[int, float] = {}
+    for key, value in given.items():
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        if not is_digits and (not isinstance(key, int) or isinstance(key, bool) or key < 0):
+            raise InvalidRequest(f"logit_bias has the key {key!r}; allowed: token ids, as numbers or strings of digits")
+        token_id = int(key)
+        if token_id in biases:
+            raise InvalidRequest(f"logit_bias has token {token_id} twice; give it once")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not -100 <= value <= 100:
+            raise InvalidRequest(f"logit_bias has {value!r} for token {token_id}; allowed: numbers from -100 to 100")
+        biases[token_id] = float(value)
+    return biases
 
 
 def _check_int(name: str, value: object, least: int) -> None:

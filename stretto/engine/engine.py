@@ -77,6 +77,8 @@ class Engine:
         self.sampled = SampledOut.allocate(config.max_rows, config.max_logprobs, device.torch_device)
         self._events = [(device.event(timing=True), device.event(timing=True)) for _ in range(config.overlap_depth + 3)]
         """(begin, copy-done) of the steps in turn; two more than can be in flight, for who looks at the last ones."""
+        self._penalised: set[int] = set()
+        """Slots whose sampling reads their tokens: for a checking device."""
         self._lengths_B = torch.zeros(config.max_rows, dtype=torch.int64, device=device.torch_device)
         self.runner = make_runner(
             RunnerParts(
@@ -184,6 +186,7 @@ class Engine:
             *(("row", slot) for slot in plan.slots_B.tolist() if slot not in fresh),
         ]
         writes: list[Region] = [("results.device", 0), *(("row", slot) for slot in plan.slots_B.tolist())]
+        fresh_tokens: set[int] = set()  # put into the table by this step itself, before it samples
         begun: set[Region] = set()  # pages first written here: a row that shares them reads what this step writes
         for row, slot in enumerate(plan.slots_B.tolist()):
             start, new = int(plan.start_B[row]), int(plan.num_new_B[row])
@@ -191,10 +194,23 @@ class Engine:
                 reads.append(("token", slot * width + start))
             else:
                 writes.extend(("token", slot * width + start + i) for i in range(new))
+                fresh_tokens.update(range(slot * width + start, slot * width + start + new))
             pages = self.pages_of(plan, row)
             begun.update(("page", page) for page in pages[-(-start // size) :])
             reads.extend(("page", page) for page in pages[: -(-start // size)])
             writes.extend(("page", page) for page in pages[start // size :])
+        for adjustment in plan.adjusted:
+            self._penalised.discard(adjustment.slot)
+            if adjustment.penalised:
+                self._penalised.add(adjustment.slot)
+            cached = range(adjustment.slot * width, adjustment.slot * width + len(adjustment.cached_tokens))
+            writes.extend(("token", token) for token in cached)
+            fresh_tokens.update(cached)
+        for row, position in zip(plan.sampled_S.tolist(), plan.position_S.tolist(), strict=True):
+            slot = int(plan.slots_B[row])
+            if slot in self._penalised:
+                context = range(slot * width, slot * width + position)
+                reads.extend(("token", token) for token in context if token not in fresh_tokens)
         writes.extend(self.fed_back(plan))
         return Access(tuple(region for region in reads if region not in begun), tuple(writes))
 

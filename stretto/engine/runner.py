@@ -15,6 +15,7 @@ import torch
 
 from stretto.attention.base import AttentionBackend, AttentionInputs
 from stretto.config import SchedulerConfig
+from stretto.engine.adjustment import adjust
 from stretto.engine.sampler import SampledOut, sample
 from stretto.engine.staging import PlanLayout
 from stretto.engine.tables import DeviceTables
@@ -85,11 +86,13 @@ class EagerRunner:
         words = staged[: layout.num_words]
         words64 = words.to(torch.int64)
         pieces = torch.split(words64, layout.sizes)
-        slot_B, num_new_B, sampled_S, page_slot_U, page_index_U, page_U, admissions, prefill_P = pieces
+        slot_B, num_new_B, sampled_S, page_slot_U, page_index_U, page_U, admissions, prefill_P, _ = pieces
         if layout.num_admitted:
             at = sum(layout.sizes[:6])
             packed = words[at : at + layout.sizes[6]].view(layout.num_admitted, -1)
             tables.admit(packed, admissions.view(layout.num_admitted, -1))
+        if layout.adjusted:
+            tables.adjustment.admit(words, layout.adjusted, tables.token_ids_RL)
         if layout.num_pages:
             tables.set_pages(page_slot_U, page_index_U, page_U)
 
@@ -133,6 +136,12 @@ def choose(
     parts: RunnerParts, plan: StepPlan, logits_SV: torch.Tensor, slot_S: torch.Tensor, position_S: torch.Tensor
 ) -> None:
     """Sample from float32 logits, any mix, and write the tokens where the next step reads its input."""
-    rows = parts.tables.sampling_rows(slot_S, position_S, plan.mix)
-    sample(logits_SV, rows, plan.mix, parts.sampled)
+    tables, mix, sampled = parts.tables, plan.mix, parts.sampled
+    adjusted_SV = None
+    if mix.adjusts:
+        adjusted_SV = adjust(
+            logits_SV, tables.adjustment, tables.token_ids_RL, slot_S, position_S, mix, sampled.scratch
+        )
+    rows = tables.sampling_rows(slot_S, position_S, mix)
+    sample(logits_SV, rows, mix, sampled, adjusted_SV)
     parts.feed_back(slot_S, position_S, parts.sampled.tokens_S[: len(plan.sampled_S)])

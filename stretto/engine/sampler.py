@@ -50,6 +50,12 @@ class SamplingMix:
     """-1: nobody asked. Else the largest number asked for; 0 is the sampled token's only."""
     all_top_k: bool = False
     """Every random row has a top-k, so that the vocabulary beyond `max_top_k` need not be looked at."""
+    num_penalised: int = 0
+    """Rows with a penalty, at least."""
+    penalised_length: int = 0
+    """Tokens that the longest of them has so far, at least."""
+    max_biases: int = 0
+    """The largest number of biased tokens of a row, at least."""
 
     @classmethod
     def of(
@@ -64,7 +70,7 @@ class SamplingMix:
         min_position: npt.NDArray[np.int64],
         num_logprobs: npt.NDArray[np.int64],
     ) -> SamplingMix:
-        """The exact mix of rows given as host arrays [S], with the values that `SamplingRows` holds."""
+        """The exact mix of unadjusted rows given as host arrays [S], with the values that `SamplingRows` holds."""
         is_random = temperature >= GREEDY_BELOW
         has_top_k = is_random & (top_k > 0) & (top_k < vocabulary)
         return cls(
@@ -77,6 +83,11 @@ class SamplingMix:
             num_logprobs=int(num_logprobs.max(initial=-1)),
             all_top_k=bool((has_top_k == is_random).all()),
         )
+
+    @property
+    def adjusts(self) -> bool:
+        """Some row's logits are changed before they are sampled (see `stretto.engine.adjustment`)."""
+        return self.num_penalised > 0 or self.max_biases > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +166,21 @@ class SampledOut:
 
 
 # hot path
-def sample(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, out: SampledOut) -> None:
+def sample(
+    logits_SV: torch.Tensor,
+    rows: SamplingRows,
+    mix: SamplingMix,
+    out: SampledOut,
+    adjusted_SV: torch.Tensor | None = None,
+) -> None:
     """Sample one token for each row of float32 logits [S, V] into `out`; the logits are only read. Never blocks.
 
+    `adjusted_SV`: the same after logit_bias and penalties (`stretto.engine.adjustment`), if any row has some.
+
     The steps and their order are those that vLLM documents for its V1 sampler: log-probabilities of the raw logits;
-    then min_tokens mask -> temperature -> min_p -> top_k -> top_p (over what the former keep, renormalised) -> draw.
-    Where vLLM leaves ties open, the lowest id wins: top-k keeps exactly k tokens, top-p the smallest set whose mass
-    reaches p (at least one token), argmax the first.
+    then logit_bias -> penalties -> min_tokens mask (which could as well come first) -> temperature -> min_p -> top_k
+    -> top_p (over what the former keep, renormalised) -> draw. Where vLLM leaves ties open, the lowest id wins: top-k
+    keeps exactly k tokens, top-p the smallest set whose mass reaches p (at least one token), argmax the first.
 
     The draw is Gumbel-max (Maddison, Tarlow, Minka: "A* sampling", 2014) in its exponential form: argmin E / p with
     E = -log1p(-u(seed, position, token id)). A row's token depends on its own logits and parameters alone, to the bit.
@@ -180,7 +199,8 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, out: S
     for start in range(0, num_rows, max(1, chunk)):
         stop = min(start + chunk, num_rows)
         part_SV, part = (logits_SV, rows) if chunk >= num_rows else (logits_SV[start:stop], rows.slice(start, stop))
-        tokens_S = _choose(part_SV, part, mix, out.scratch)
+        adjusted_part_SV = None if adjusted_SV is None else adjusted_SV[start:stop]
+        tokens_S = _choose(part_SV, adjusted_part_SV, part, mix, out.scratch)
         out.tokens_S[start:stop] = tokens_S
         if mix.num_logprobs >= 0:
             write_logprobs(
@@ -194,14 +214,21 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, out: S
             )
 
 
-def _choose(logits_SV: torch.Tensor, rows: SamplingRows, mix: SamplingMix, scratch: Scratch) -> torch.Tensor:
+def _choose(
+    logits_SV: torch.Tensor,
+    adjusted_SV: torch.Tensor | None,
+    rows: SamplingRows,
+    mix: SamplingMix,
+    scratch: Scratch,
+) -> torch.Tensor:
     """The chosen ids (int64 [S]), -1 for failed rows."""
-    allowed_SV = _without_stop_tokens(logits_SV, rows) if mix.any_min_tokens else logits_SV
+    wanted_SV = logits_SV if adjusted_SV is None else adjusted_SV
+    allowed_SV = _without_stop_tokens(wanted_SV, rows) if mix.any_min_tokens else wanted_SV
     maxima_SG = block_maxima(allowed_SV)
     best_S, chosen_S = first_argmax(allowed_SV, maxima_SG)
     usable_S = best_S.isfinite()
     if mix.any_min_tokens:
-        # The mask may have hidden what makes a row fail.
+        # The mask may have hidden what makes a row fail; adjustments hide nothing.
         usable_S &= logits_SV.amax(1).isfinite()
     if not mix.all_greedy:
         greedy_S = rows.temperature_S < GREEDY_BELOW

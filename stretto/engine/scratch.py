@@ -14,6 +14,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._bytes: dict[str, torch.Tensor] = {}
+        self._zeros: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor, valid until the same name is taken again."""
@@ -25,3 +26,13 @@ class Scratch:
             memory = torch.empty(size, dtype=torch.uint8)
             self._bytes[name] = memory
         return memory[:size].view(dtype).view(shape)
+
+    def take_zeros(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros [size], which the caller must have made zeros again before the same name is taken again."""
+        if device.type != "cpu":
+            return torch.zeros(size, dtype=dtype, device=device)
+        zeros = self._zeros.get(name)
+        if zeros is None or zeros.shape[0] < size:
+            zeros = torch.zeros(size, dtype=dtype)
+            self._zeros[name] = zeros
+        return zeros[:size]

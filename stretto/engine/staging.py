@@ -1,7 +1,7 @@
 """How a plan travels to the device: packed into one int32 buffer, through a ring of pinned and device buffers.
 
 Owns the ring and the layout of the packed words. Legend: B rows, S sampled rows, U new pages, A admitted requests,
-P prefill tokens, E stop ids per request.
+P prefill tokens, E stop ids per request, J adjusted rows.
 """
 
 from __future__ import annotations
@@ -14,11 +14,37 @@ import torch
 
 from stretto.config import SchedulerConfig
 from stretto.device.base import Device, Event, HostBuffer, Region
-from stretto.scheduler.batch import StepPlan
+from stretto.request import MAX_LOGIT_BIAS
+from stretto.scheduler.batch import Adjustment, StepPlan
 
 ADMISSION_WORDS = 9
 """Words of an admitted request before its stop ids: slot, length, top_k, seed low, seed high, first position that
 may stop, and as float bits temperature, top_p, min_p."""
+
+
+ADJUSTMENT_WORDS = 4
+"""Words of an adjusted row before its biases: prompt length, and as float bits presence, frequency and repetition
+penalty. The biased ids follow, then as float bits their biases, then the cached tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustmentLayout:
+    """What an adjusted row's part of a packed plan holds."""
+
+    slot: int
+    penalised: bool
+    num_biases: int
+    num_cached: int
+
+    @classmethod
+    def of(cls, adjustment: Adjustment) -> AdjustmentLayout:
+        """The layout of `adjustment`."""
+        return cls(adjustment.slot, adjustment.penalised, len(adjustment.bias_ids), len(adjustment.cached_tokens))
+
+    @property
+    def num_words(self) -> int:
+        """Length of the part."""
+        return ADJUSTMENT_WORDS + 2 * self.num_biases + self.num_cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +57,7 @@ class PlanLayout:
     num_admitted: int
     num_prefill: int
     stop_width: int
+    adjusted: tuple[AdjustmentLayout, ...] = ()
 
     @classmethod
     def of(cls, plan: StepPlan, stop_width: int) -> PlanLayout:
@@ -42,14 +69,17 @@ class PlanLayout:
             len(plan.admitted),
             len(plan.prefill_tokens),
             stop_width,
+            tuple(AdjustmentLayout.of(adjustment) for adjustment in plan.adjusted),
         )
 
     @property
     def sizes(self) -> list[int]:
-        """Words of: slots, new tokens, sampled rows, page slots, page indices, page ids, admissions, prefill tokens."""
+        """Words of: slots, new tokens, sampled rows, page slots, page indices, page ids, admissions, prefill tokens,
+        adjusted rows."""
         admission = self.num_admitted * (ADMISSION_WORDS + self.stop_width)
         rows, pages = self.num_rows, self.num_pages
-        return [rows, rows, self.num_sampled, pages, pages, pages, admission, self.num_prefill]
+        adjusted = sum(part.num_words for part in self.adjusted)
+        return [rows, rows, self.num_sampled, pages, pages, pages, admission, self.num_prefill, adjusted]
 
     @property
     def num_words(self) -> int:
@@ -61,7 +91,9 @@ class PlanLayout:
         """Words of the largest plan that `config` allows."""
         rows = config.max_rows
         pages = rows * config.max_pages_per_request
-        return 3 * rows + 3 * pages + rows * (ADMISSION_WORDS + config.max_stop_ids) + config.max_num_batched_tokens
+        admission = ADMISSION_WORDS + config.max_stop_ids + ADJUSTMENT_WORDS + 2 * MAX_LOGIT_BIAS
+        # The scheduler keeps the cached tokens of a step's adjusted rows within one longest sequence.
+        return 3 * rows + 3 * pages + rows * admission + config.max_num_batched_tokens + config.max_model_len
 
 
 def pack(plan: StepPlan, layout: PlanLayout, out: npt.NDArray[np.int32]) -> None:
@@ -76,6 +108,8 @@ def pack(plan: StepPlan, layout: PlanLayout, out: npt.NDArray[np.int32]) -> None
         _pack_admissions(plan, layout) if plan.admitted else _NOTHING,
         plan.prefill_tokens,
     ]
+    for adjustment in plan.adjusted:
+        parts += _pack_adjustment(adjustment)
     np.concatenate(parts, axis=0, out=out[: layout.num_words], casting="same_kind")
 
 
@@ -100,6 +134,19 @@ def _pack_admissions(plan: StepPlan, layout: PlanLayout) -> npt.NDArray[np.int32
         row[6:9] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
         row[9 : 9 + len(request.stop_ids)] = request.stop_ids
     return words.ravel()
+
+
+def _pack_adjustment(adjustment: Adjustment) -> list[npt.NDArray[np.int32]]:
+    # Beyond float32 a penalty is its largest or smallest number: neither infinite nor 0, which would make NaNs.
+    repetition = min(max(adjustment.repetition_penalty, float(_FLOAT32.tiny)), float(_FLOAT32.max))
+    penalties = np.array([adjustment.presence_penalty, adjustment.frequency_penalty, repetition], np.float32)
+    return [
+        np.array([adjustment.prompt_length], np.int32),
+        penalties.view(np.int32),
+        adjustment.bias_ids,
+        adjustment.biases.view(np.int32),
+        adjustment.cached_tokens,
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +234,4 @@ class StagingRing:
 
 
 _NOTHING = np.empty(0, np.int32)
+_FLOAT32 = np.finfo(np.float32)

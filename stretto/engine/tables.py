@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from stretto.config import SchedulerConfig
+from stretto.engine.adjustment import AdjustmentTables
 from stretto.engine.sampler import SamplingMix, SamplingRows
 from stretto.engine.staging import ADMISSION_WORDS
 
@@ -36,6 +37,7 @@ class DeviceTables:
         self.seed_R = table()
         self.min_position_R = table()
         self.stop_ids_RE = table(config.max_stop_ids)
+        self.adjustment = AdjustmentTables(rows, device)
 
     def admit(self, words_AW: torch.Tensor, words64_AW: torch.Tensor) -> None:
         """Set the rows of newly admitted requests from packed words (int32, and the same as int64)."""

@@ -18,6 +18,31 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustment:
+    """By what the logits of a slot are changed before sampling; goes up once, when a request gets the slot.
+
+    Its numbers as they were then: nothing here is looked up again while steps run.
+    """
+
+    slot: int
+    prompt_length: int
+    """Tokens before the output, whatever of the output is computed again after a preemption."""
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    bias_ids: TokenArray
+    biases: npt.NDArray[np.float32]
+    """What is added to the logit of each of the ids."""
+    cached_tokens: TokenArray
+    """int32: the sequence up to the first chunk, if penalties need it: its KV is cached, so no chunk brings it."""
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any of the penalties is on."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step as scheduled. All arrays are snapshots of this step: later steps never change them.
 
@@ -51,6 +76,8 @@ class StepPlan:
     page_table_BM: IntArray | None
     """Copy of the host's page table for the rows, where the attention backend asks for one."""
     mix: SamplingMix
+    adjusted: tuple[Adjustment, ...] = ()
+    """Of the admitted requests, those that change logits, or whose slot is left over from one that did."""
 
     @property
     def num_tokens(self) -> int:

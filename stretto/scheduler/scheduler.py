@@ -15,7 +15,7 @@ from stretto.cache.page_pool import PagePool
 from stretto.config import SchedulerConfig
 from stretto.device.base import Device, Region
 from stretto.request import FinishReason, Request, RequestState, TokenArray
-from stretto.scheduler.batch import IntArray, StepOutput, StepPlan, StepResults
+from stretto.scheduler.batch import Adjustment, IntArray, StepOutput, StepPlan, StepResults
 from stretto.scheduler.integrity import check_integrity
 from stretto.scheduler.lifecycle import Hooks, Lifecycle
 from stretto.scheduler.monitor import ScheduleMonitor
@@ -63,6 +63,7 @@ class Scheduler:
         self._on_released = on_released
         self._num_steps = 0
         self._admitted: list[Request] = []
+        self._adjusted: list[Adjustment] = []
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -175,6 +176,7 @@ class Scheduler:
         """Give slots to waiting requests, first come first served, by what they need now (not by `max_tokens`)."""
         chunks: list[Chunk] = []
         lifecycle = self.lifecycle
+        cached_room = self.config.max_model_len  # tokens of cached prefixes that a plan has room for; one always fits
         while budget > 0 and self.num_running < self.config.max_num_seqs and self.slots.num_free:
             request = lifecycle.prefill.first()
             if request is None:
@@ -183,7 +185,15 @@ class Scheduler:
             if not self.pages.can_admit(request, prefix, lifecycle.prefill.running, self.num_running):
                 self.cache.unlock(prefix)
                 break
+            if request.params.has_penalties and prefix.num_tokens > cached_room:
+                self.cache.unlock(prefix)
+                budget = 0
+                break
             lifecycle.admit(request, prefix)
+            adjustment = self.slots.adjustment(request, prefix.num_tokens)
+            if adjustment is not None:
+                self._adjusted.append(adjustment)
+                cached_room -= len(adjustment.cached_tokens)
             chunk = Chunk(request, min(len(request.token_ids) - prefix.num_tokens, budget))
             self.pages.give(request, self.pages.needed(chunk))
             lifecycle.chunk_scheduled(chunk)
@@ -228,11 +238,13 @@ class Scheduler:
             page_id_U=page_id_U,
             max_pages=max_pages,
             page_table_BM=slots.page_table[slots_B, :max_pages] if self._wants_host_pages else None,
-            mix=slots.mix(sampled_slots),
+            mix=slots.mix(sampled_slots, position_S),
+            adjusted=tuple(self._adjusted),
         )
         self._num_steps += 1
         self.num_prefill_tokens += len(plan.prefill_tokens)
         self._admitted.clear()
+        self._adjusted.clear()
         slots.length[slots_B] = end_B
         slots.in_flight[slots_B] += 1
         for chunk in chunks:

@@ -13,7 +13,7 @@ import numpy as np
 from stretto.config import SchedulerConfig
 from stretto.engine.sampler import GREEDY_BELOW, SamplingMix
 from stretto.request import Request, TokenArray
-from stretto.scheduler.batch import BoolArray, IntArray
+from stretto.scheduler.batch import Adjustment, BoolArray, IntArray
 
 
 class SlotTable:
@@ -49,6 +49,10 @@ class SlotTable:
         self._min_p = np.zeros(n, np.bool_)
         self._min_tokens = np.zeros(n, np.bool_)
         self._num_logprobs = np.full(n, -1, np.int64)
+        self._penalised = np.zeros(n, np.bool_)
+        self._num_biases = np.zeros(n, np.int64)
+        self._adjusted = np.zeros(n, np.bool_)
+        """The device changes the slot's logits: by its last holder's wishes, if it has not been told otherwise."""
         self._vocab_size = config.vocab_size
         self._free = list(range(1, n))
 
@@ -84,7 +88,31 @@ class SlotTable:
         self._min_p[slot] = sampled and params.min_p > 0
         self._min_tokens[slot] = params.min_tokens > 0 and bool(request.stop_ids)
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._penalised[slot] = params.has_penalties
+        self._num_biases[slot] = len(params.logit_bias or ())
         return slot
+
+    def adjustment(self, request: Request, num_cached: int) -> Adjustment | None:
+        """What the device must be told of how to change the logits of `request`, which has just got its slot.
+
+        `num_cached`: tokens that no chunk will bring. None: the device has it right.
+        """
+        slot, params = request.slot, request.params
+        adjusts = bool(self._penalised[slot]) or self._num_biases[slot] > 0
+        if not adjusts and not self._adjusted[slot]:
+            return None
+        self._adjusted[slot] = adjusts
+        biases = params.logit_bias or {}
+        return Adjustment(
+            slot=slot,
+            prompt_length=len(request.prompt_ids),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            bias_ids=np.fromiter(biases.keys(), np.int32, len(biases)),
+            biases=np.fromiter(biases.values(), np.float32, len(biases)),
+            cached_tokens=request.token_ids[: num_cached if self._penalised[slot] else 0],
+        )
 
     def holder(self, slot: int) -> Request:
         """The request that holds `slot`. Raises RuntimeError when nobody does."""
@@ -113,11 +141,15 @@ class SlotTable:
         self.page_table[slot] = 0
         heapq.heappush(self._free, slot)
 
-    def mix(self, slots: IntArray) -> SamplingMix:
-        """What is known about the sampling of these rows before launch; never from a device tensor. hot path"""
+    def mix(self, slots: IntArray, positions: IntArray) -> SamplingMix:
+        """What is known about the sampling of these rows before launch; never from a device tensor. hot path
+
+        `positions`: index in its sequence of the token that each row gets.
+        """
         sampled = self._sampled[slots]
         top_k = self._top_k[slots]
         max_top_k = int(top_k.max(initial=0))
+        penalised = self._penalised[slots]
         return SamplingMix(
             all_greedy=not sampled.any(),
             all_top_k=bool(((top_k > 0) == sampled).all()),
@@ -127,6 +159,9 @@ class SlotTable:
             any_min_p=bool(self._min_p[slots].any()),
             any_min_tokens=bool(self._min_tokens[slots].any()),
             num_logprobs=int(self._num_logprobs[slots].max(initial=-1)),
+            num_penalised=int(np.count_nonzero(penalised)),
+            penalised_length=int(positions.max(initial=0, where=penalised)),
+            max_biases=int(self._num_biases[slots].max(initial=0)),
         )
 
     def check(self) -> None:
