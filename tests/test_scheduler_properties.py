@@ -25,9 +25,23 @@ STEMS = [[], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5, 6, 7,
 prompts = st.builds(
     lambda stem, own: stem + own, st.sampled_from(STEMS), st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=6)
 )
+adjustments = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "presence_penalty": st.sampled_from([-2.0, -0.5, 0.3, 2.0]),
+            "frequency_penalty": st.sampled_from([-2.0, 0.1, 0.7, 2.0]),
+            "repetition_penalty": st.sampled_from([0.5, 1.1, 1.7, 5.0]),
+            "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-4, 4, width=32), max_size=6),
+        },
+    ),
+)
+"""Penalties and biases: half of the requests have none."""
+
 params = st.builds(
-    SamplingParams,
-    temperature=st.just(0.0),
+    lambda adjustment, **others: SamplingParams(temperature=0.0, **adjustment, **others),
+    adjustments,
     max_tokens=st.one_of(st.none(), st.integers(1, 12)),
     ignore_eos=st.booleans(),
     stop_token_ids=st.one_of(st.none(), st.lists(st.integers(1, VOCAB - 1), max_size=2)),
@@ -127,7 +141,8 @@ def test_any_chunk_size_gives_the_serial_streams(
 
 
 sampled_params = st.builds(
-    SamplingParams,
+    lambda adjustment, **others: SamplingParams(**adjustment, **others),
+    adjustments,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     top_k=st.sampled_from([0, 1, 3, 100]),
     top_p=st.sampled_from([1.0, 0.7, 0.2]),

@@ -6,6 +6,8 @@ does: so token streams can be compared for equality whatever the batches, chunks
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stretto.attention.base import AttentionInputs
@@ -75,9 +77,14 @@ class ExactModel:
         return scores_SV.to(torch.float32) * (4.0 / PRIME)
 
 
-def next_token(token_ids: list[int], vocab_size: int) -> int:
-    """What the model answers greedily after `token_ids`: the reference, without engine, pages or batches."""
+def next_logits(token_ids: list[int], vocab_size: int) -> npt.NDArray[np.float32]:
+    """The model's logits after `token_ids`: the reference, without engine, pages or batches."""
     ids = torch.tensor(token_ids)
     model = ExactModel(vocab_size)
     hidden = model.forward(ids, torch.arange(len(ids)), lambda _, q, k, v: k.cumsum(0))
-    return int(model.logits(hidden[-1:]).argmax())
+    return model.logits(hidden[-1:])[0].numpy()
+
+
+def next_token(token_ids: list[int], vocab_size: int) -> int:
+    """What the model answers greedily after `token_ids`."""
+    return int(next_logits(token_ids, vocab_size).argmax())

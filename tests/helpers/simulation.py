@@ -11,7 +11,8 @@ from stretto.device.checking import CheckingDevice
 from stretto.request import FinishReason, Request, SamplingParams
 from stretto.runtime import Runtime
 from stretto.scheduler.batch import StepOutput
-from tests.helpers.exact_model import ExactAttention, ExactModel, next_token
+from tests.helpers.adjustment import adjusted_logits
+from tests.helpers.exact_model import ExactAttention, ExactModel, next_logits
 
 VOCAB = 11
 EOS = 0
@@ -40,7 +41,8 @@ def expected_output(prompt: list[int], params: SamplingParams, max_model_len: in
     limit = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)
     stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))}
     while True:
-        tokens.append(next_token(tokens, VOCAB))
+        logits = adjusted_logits(next_logits(tokens, VOCAB), prompt, tokens[len(prompt) :], params)
+        tokens.append(int(logits.argmax()))
         if tokens[-1] in stops:
             return tokens[len(prompt) :], "stop"
         if len(tokens) >= limit:
