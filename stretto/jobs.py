@@ -52,9 +52,7 @@ class JobRunner:
         each = [params] * count if isinstance(params, SamplingParams) else list(params)
         if len(each) != count:
             raise InvalidRequest(f"{count} prompts but {len(each)} sampling_params; give one for all or one for each")
-        ranks = [0] * count if priority is None else list(priority)
-        if len(ranks) != count:
-            raise InvalidRequest(f"{count} prompts but {len(ranks)} priorities; give one for each")
+        ranks = _ranks(priority, count)
         works = []
         for index, (prompt, entry, rank) in enumerate(zip(prompts, each, ranks, strict=True)):
             if not isinstance(entry, SamplingParams):
@@ -147,3 +145,17 @@ class JobRunner:
         """When nothing else runs: process the steps in flight, so that all pages are free. Blocks for a step or two."""
         while not self._live and self._runtime.has_work:
             self.turn()
+
+
+def _ranks(priority: Sequence[int] | None, count: int) -> list[int]:
+    """One priority for each of `count` prompts. What has no place in an order would break every queue."""
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, Sequence):
+        raise InvalidRequest(f"priority is a {type(priority).__name__}; allowed: a list, one whole number a prompt")
+    if len(priority) != count:
+        raise InvalidRequest(f"{count} prompts but {len(priority)} priorities; give one for each")
+    for index, rank in enumerate(priority):
+        if not isinstance(rank, int) or isinstance(rank, bool) or not -(2**63) <= rank < 2**63:
+            raise InvalidRequest(f"priority {index} is {rank!r}; allowed: a 64-bit signed whole number")
+    return list(priority)

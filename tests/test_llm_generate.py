@@ -114,6 +114,21 @@ def test_what_is_not_built_says_so(llm: LLM) -> None:
         llm.generate(["the", "fox"], priority=[1], **QUIET)
 
 
+@pytest.mark.parametrize("priority", [["x"], [float("nan")], [1.5], [True], [None], [2**63], 3, "high"])
+def test_a_priority_without_a_place_in_the_queue_is_refused_and_harms_nobody(llm: LLM, priority: object) -> None:
+    """Taken in, it would break the order of the queue, and with it every later call."""
+    before = llm.generate("the", GREEDY, **QUIET)[0].outputs[0].token_ids
+    with pytest.raises(InvalidRequest, match="priorit"):
+        llm.generate("the", GREEDY, priority=priority, **QUIET)  # type: ignore[arg-type]
+    assert llm.stats().num_waiting == 0
+    assert llm.generate("the", GREEDY, **QUIET)[0].outputs[0].token_ids == before
+
+
+def test_any_sequence_of_64_bit_numbers_is_a_priority(llm: LLM) -> None:
+    outputs = llm.generate(["the", "fox"], GREEDY, priority=(2**63 - 1, -(2**63)), **QUIET)
+    assert [output.prompt for output in outputs] == ["the", "fox"]
+
+
 def test_the_context_length_ends_an_answer(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     output = llm.generate([3] * 500, params, **QUIET)[0].outputs[0]
