@@ -185,6 +185,25 @@ class CacheMachine(RuleBasedStateMachine):
         path = self.model.path(holder.key, holder.tokens, len(holder.tokens))
         self._gave_up([self.model.entries[name] for name in path[: holder.num_stored]])
 
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def leave_and_forget(self, data: st.DataObject) -> None:
+        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        path = self.model.path(holder.key, holder.tokens, len(holder.tokens))[: holder.num_stored]
+        self._gave_up([self.model.entries[name] for name in path])
+        freed = self.load.cache.forget(holder.prefix)
+        expected = []
+        for name in reversed(path):
+            longer = len(name[1]) + self.load.page_size
+            if self.model.entries[name].locks or any(
+                key == name[0] and len(tokens) == longer and tokens[: len(name[1])] == name[1]
+                for key, tokens in self.model.entries
+            ):
+                break
+            expected.append(self.model.entries.pop(name).page)
+        assert sorted(freed) == sorted(set(expected) - set(holder.pages))
+        self.load.pool.give_back(holder.pages)
+
     def _gave_up(self, entries: list[Entry]) -> None:
         self.model.clock += 1
         for entry in entries:
@@ -318,7 +337,7 @@ def test_no_cache_keeps_nothing() -> None:
     assert prefix.num_tokens == cache.num_evictable == cache.num_unlocked_by([prefix]) == 0
     cache.unlock(prefix)
     cache.check()
-    assert [*cache.evict(5), *cache.held()] == []
+    assert [*cache.evict(5), *cache.forget(prefix), *cache.held()] == []
 
 
 # -- when it is found ------------------------------------------------------------------------------------------------
@@ -498,6 +517,22 @@ def test_a_store_that_fails_after_a_split_leaves_the_order_of_use() -> None:
     load.end(late)
     assert sorted(load.cache.evict(3)) == sorted(old)
     assert load.cache.evict(1) == new
+
+
+def test_what_is_forgotten_is_found_no_more() -> None:
+    """A prompt whose logits were no numbers was stored when its step was scheduled; it may have spoilt its pages."""
+    load = Load(2)
+    load.run([1, 1, 2, 2, 4, 4])
+    neighbour = load.start([1, 1, 2, 2, 4, 4, 5])
+    spoilt = load.start([1, 1, 2, 2, 3, 3])
+    load.store(spoilt)
+    assert load.cache.forget(spoilt.prefix) == []
+    assert load.pool.give_back(spoilt.pages) == spoilt.pages[2:]
+    load.check()
+    assert load.cached([1, 1, 2, 2, 3, 3]) == tuple(neighbour.pages[:2])
+    assert load.cached([1, 1, 2, 2, 4, 4]) == tuple(neighbour.pages[:3])
+    with pytest.raises(RuntimeError, match="not in force"):
+        load.cache.forget(spoilt.prefix)
 
 
 # -- eviction --------------------------------------------------------------------------------------------------------

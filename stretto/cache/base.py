@@ -36,7 +36,7 @@ class Prefix:
 
 
 NO_KEY = CacheKey()
-NO_PREFIX = Prefix((), 0)
+_NOTHING = Prefix((), 0)
 
 
 class PrefixCache(Protocol):
@@ -52,7 +52,7 @@ class PrefixCache(Protocol):
         Takes no page references: a caller that uses the pages shares them.
         """
 
-    def store(self, token_ids: TokenArray, pages: Sequence[int], prefix: Prefix = NO_PREFIX) -> Prefix:
+    def store(self, token_ids: TokenArray, pages: Sequence[int], prefix: Prefix) -> Prefix:
         """Offer the KV of `token_ids` (int32 [T], written by launched steps) in `pages`; moves the caller's lock.
 
         Consumes `prefix`, a lock on a beginning of `token_ids`, and returns one on all whole pages of `token_ids`
@@ -65,6 +65,12 @@ class PrefixCache(Protocol):
 
     def evict(self, num_pages: int) -> list[int]:
         """Give up `num_pages` unlocked pages (or all, if fewer), least recently used first; returns the freed pages."""
+
+    def forget(self, prefix: Prefix) -> list[int]:
+        """Give up a locked prefix whose KV is not to be trusted; returns the pages that are free now.
+
+        Drops it from its end up to where somebody else has it locked or has stored more after it.
+        """
 
     def num_unlocked_by(self, prefixes: Iterable[Prefix]) -> int:
         """Pages that would become evictable if all of these different locks were given up."""
@@ -87,17 +93,21 @@ class NoCache:
 
     def lock(self, token_ids: TokenArray, key: CacheKey = NO_KEY) -> Prefix:
         """Nothing is cached."""
-        return NO_PREFIX
+        return _NOTHING
 
-    def store(self, token_ids: TokenArray, pages: Sequence[int], prefix: Prefix = NO_PREFIX) -> Prefix:
+    def store(self, token_ids: TokenArray, pages: Sequence[int], prefix: Prefix) -> Prefix:
         """Keeps nothing."""
-        return NO_PREFIX
+        return _NOTHING
 
     def unlock(self, prefix: Prefix) -> None:
         """Nothing to give up."""
 
     def evict(self, num_pages: int) -> list[int]:
         """Frees nothing."""
+        return []
+
+    def forget(self, prefix: Prefix) -> list[int]:
+        """Nothing to drop."""
         return []
 
     def num_unlocked_by(self, prefixes: Iterable[Prefix]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from stretto.cache.base import NO_KEY, NO_PREFIX, CacheKey, Prefix
+from stretto.cache.base import NO_KEY, CacheKey, Prefix
 from stretto.cache.page_pool import PagePool
 from stretto.cache.radix_node import Node, PageArray, Root, UseOrder
 from stretto.request import TokenArray
@@ -57,7 +57,7 @@ class RadixCache:
         pages = tuple(np.concatenate(parts[::-1]).tolist()) if num_tokens else ()
         return self._locked(node, pages, num_tokens)
 
-    def store(self, token_ids: TokenArray, pages: Sequence[int], prefix: Prefix = NO_PREFIX) -> Prefix:
+    def store(self, token_ids: TokenArray, pages: Sequence[int], prefix: Prefix) -> Prefix:
         """Offer the KV of `token_ids` (int32 [T], written by launched steps) in `pages`; moves the caller's lock.
 
         See `PrefixCache.store`. RuntimeError, and nothing changes, if `prefix` is not a lock in force on a beginning
@@ -121,6 +121,22 @@ class RadixCache:
         if len(freed) != len(pages):
             in_use = sorted(set(pages.tolist()).difference(freed))
             raise RuntimeError(f"pages {in_use} are evicted, but somebody uses them without a lock")
+        return freed
+
+    def forget(self, prefix: Prefix) -> list[int]:
+        """Give up a locked prefix whose KV is not to be trusted; returns the pages that are free now.
+
+        Drops it from its end up to where somebody else has it locked or has stored more after it.
+        """
+        node: Node | None = self._ending_at(prefix)
+        self.unlock(prefix)
+        freed: list[int] = []
+        while node is not None and node.parent is not None and node.locks == 0 and not node.children:
+            parent = node.parent
+            self._remove(node)
+            self._num_evictable -= len(node.pages)
+            freed += self._pool.give_back(node.pages)
+            node = parent
         return freed
 
     def num_unlocked_by(self, prefixes: Iterable[Prefix]) -> int:
