@@ -71,6 +71,7 @@ def test_unknown_fields_are_refused_with_a_hint(server: ServerProcess, path: str
         ("logit_bias", {"AI": -100}),
         ("logit_bias", {"5": 101}),
         ("logit_bias", {"999999": 1}),
+        ("logit_bias", dict.fromkeys(map(str, range(301)), 1)),
         ("logit_bias", [5]),
         ("min_tokens", -1),
         ("ignore_eos", 1),

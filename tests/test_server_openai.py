@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -57,6 +58,25 @@ def test_usage_comes_last_in_a_stream_that_asks_for_it(client: openai.OpenAI) ->
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
     assert last.usage.completion_tokens == 7
+
+
+def test_penalties_and_biases_are_those_of_the_engine(client: openai.OpenAI, offline: LLM) -> None:
+    """Each is sent as clients send it and gives what the Python API gives; all of them change the answer."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"presence_penalty": -2.0, "frequency_penalty": -1.0},
+        {"logit_bias": {"5": 100, "6": 99.5}, "frequency_penalty": 0.3},
+        {"repetition_penalty": 3.0},
+    ]
+    texts = set()
+    for fields in options:
+        params = SamplingParams(temperature=0, max_tokens=24, **fields)
+        (expected,) = offline.generate(["the lazy dog"], params, use_tqdm=False)
+        sent = {"extra_body": fields} if "repetition_penalty" in fields else fields
+        answer = client.completions.create(model="tested", prompt="the lazy dog", temperature=0, max_tokens=24, **sent)
+        assert answer.choices[0].text == expected.outputs[0].text
+        texts.add(answer.choices[0].text)
+    assert len(texts) == len(options)
 
 
 def test_n_samples_are_independent_and_ordered_as_offline(client: openai.OpenAI, offline: LLM) -> None:

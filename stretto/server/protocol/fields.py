@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from stretto.request import SamplingParams
+from stretto.request import MAX_LOGIT_BIAS, SamplingParams
 from stretto.server.errors import bad_request, raise_invalid
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -20,7 +20,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 MAX_STOPS = 32
 MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 1024
-MAX_BIASES = 4096
 MAX_SAMPLES = 128
 MAX_LIST = 4096
 """Entries of a list of prompts or messages."""
@@ -60,7 +59,7 @@ class Decoding(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    logit_bias: Annotated[dict[BiasKey, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[BiasKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
