@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.loading import LoadProgress
+from stretto.cli.record import recorded
 
 if TYPE_CHECKING:
     from stretto.llm import LLM
@@ -112,5 +113,5 @@ def loaded(options: EngineOptions) -> Iterator[LLM]:
         from stretto.llm import LLM  # brings torch
 
         llm = LLM(**options.as_arguments(), on_progress=progress)
-    with llm:
+    with llm, recorded():
         yield llm

@@ -10,6 +10,7 @@ import typer
 
 from stretto.cli import options as o
 from stretto.cli.failures import reported_failures
+from stretto.cli.record import record
 
 if TYPE_CHECKING:
     from stretto.observe.trace import Analysis
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _OUTPUT = "Output"
 
 trace_app = typer.Typer(help="Find out why the device was idle, from a recorded trace.", no_args_is_help=True)
+trace_app.command()(record)
 
 
 @trace_app.callback()

@@ -26,7 +26,7 @@ class ObservedEngine(Engine):
         super().__init__(*args, **options)
         self.guard = guard
         self._watches = guard.mode != "off"
-        self._injector = Injector(faults, self.device) if faults else None
+        self._injector = Injector(faults, self.device, named=not self._watches) if faults else None
         self._has_worker = self.device.torch_device.type == "cpu"
 
     def launch(self, plan: StepPlan) -> InFlightStep:

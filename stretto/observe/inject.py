@@ -11,6 +11,7 @@ import hashlib
 import re
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,9 @@ class Faults:
 class Injector:
     """Commits the faults of one engine, in its thread."""
 
-    def __init__(self, faults: Faults, device: Device) -> None:
+    def __init__(self, faults: Faults, device: Device, *, named: bool = True) -> None:
+        """`named`: give the waits on a CPU their names in traces (a guard that counts does it itself)."""
+        self._named = named and device.torch_device.type == "cpu"
         self._faults = faults
         self._device = device
         self._cycles = 0
@@ -83,7 +86,8 @@ class Injector:
             if self._device.torch_device.type == "cuda":
                 scheduler_stream.run(stage_from_pageable_memory, numbers, self._device.torch_device)
             else:
-                stage_from_pageable_memory(numbers, self._device.torch_device)
+                # A trace of CUDA shows the copy by itself; on a CPU there is nothing to show but its name.
+                stage_from_pageable_memory(numbers, self._device.torch_device, named=self._named)
             if isinstance(self._device, CheckingDevice):
                 scheduler_stream.synchronize()
 
@@ -94,7 +98,7 @@ class Injector:
         if self._device.torch_device.type == "cuda":
             engine_stream.run(look_at_samples, tokens_S)
         else:
-            look_at_samples(_as_on_a_device(tokens_S, engine_stream))
+            look_at_samples(_as_on_a_device(tokens_S, engine_stream, named=self._named))
 
     def in_step(self) -> None:
         """As work on the engine stream."""
@@ -119,12 +123,13 @@ def look_at_samples(tokens_S: torch.Tensor) -> None:
         return
 
 
-def stage_from_pageable_memory(numbers: list[int], device: torch.device) -> None:
+def stage_from_pageable_memory(numbers: list[int], device: torch.device, *, named: bool = False) -> None:
     """The pageable upload."""
-    torch.tensor(numbers, device=device)  # from pageable memory: the host waits for the copy
+    with span("stretto.sync pageable-upload") if named else nullcontext():
+        torch.tensor(numbers, device=device)  # from pageable memory: the host waits for the copy
 
 
-def _as_on_a_device(tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
+def _as_on_a_device(tensor: torch.Tensor, stream: Stream, *, named: bool) -> torch.Tensor:
     """A view of a CPU device's tensor that behaves on the host as a GPU's: asking for its value waits for `stream`."""
 
     class OnDevice(torch.Tensor):
@@ -132,7 +137,7 @@ def _as_on_a_device(tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kind = READING_CALLS.get(getattr(func, "__name__", ""))
             if kind is not None:
-                with span(f"stretto.sync {kind}"):
+                with span(f"stretto.sync {kind}") if named else nullcontext():
                     stream.synchronize()
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 

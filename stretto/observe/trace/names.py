@@ -35,6 +35,7 @@ _ALLOCATION = re.compile(
     r"|HostFree|MemAlloc\w*|MemFree\w*|MemHostAlloc|MemHostRegister|ModuleLoad\w*|LibraryLoad\w*|GraphInstantiate\w*)$"
 )
 _GRAPH = re.compile(r"^(cuda|hip|cu)GraphLaunch")
+_INSTRUMENT = re.compile(r"(^|/)stretto/observe/(annotations|cuda_syncs|host_reads|sync_guard)\.py$")
 _BUILTIN_WAIT = re.compile(
     r"<built-in (method|function) (acquire of _thread\.(lock|RLock)|get of _queue\.SimpleQueue|sleep|poll|select"
     r"|recv\w*|accept|read|wait\w*|join\w*)\b"
@@ -108,6 +109,8 @@ def is_user_frame(name: str) -> bool:
     file = parts[0].replace("\\", "/")
     if file.startswith(("<", "torch/", "nn.Module")) or "/torch/" in file:
         return False
+    if parts[2] in ("__torch_function__", "__torch_dispatch__") or _INSTRUMENT.search(file):
+        return False  # it stands between a program's line and torch: whatever the line is, it is not here
     top = file.split("/")[0]
     if "/lib/python3" in file and "-packages/" not in file:
         return False
