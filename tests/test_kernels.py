@@ -107,15 +107,16 @@ CONTEXTS = [[1], [65, 1, 200], [3] * 7, [130], *([[8192], [1] * 512, [100 + 3 * 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 @pytest.mark.parametrize("page_size", [1, 16, 64] if GPU else [16, 64])
 @pytest.mark.parametrize("contexts", CONTEXTS, ids=lambda c: f"{len(c)}x{c[0]}")
+@pytest.mark.parametrize("few", [False, True])
 def test_decode_attention(
-    heads: int, kv_heads: int, dim: int, page_size: int, contexts: list[int], dtype: torch.dtype
+    heads: int, kv_heads: int, dim: int, page_size: int, contexts: list[int], few: bool, dtype: torch.dtype
 ) -> None:
     if sum(contexts) * kv_heads * dim > 5e7:
         pytest.skip("the float32 reference would take long")
     paged = Paged(contexts, kv_heads, dim, page_size, dtype)
     rows = len(contexts)
     q = random(rows, heads + 5, dim, dtype=dtype)[:, :heads]
-    work = decode.DecodeWork.allocate(rows + 3, heads, kv_heads, dim, DEVICE)
+    work = decode.DecodeWork.allocate(rows + 3, heads, kv_heads, dim, DEVICE, decode.Tuning.of(dim, few=few))
     expected = decode.decode_attention_reference(
         q, paged.keys, paged.values, paged.table, paged.slots, paged.contexts, 0.3
     )
@@ -125,37 +126,6 @@ def test_decode_attention(
         decode.decode_attention(q, paged.keys, paged.values, paged.table, paged.slots, paged.contexts, 0.3, work, out)
         assert_close(out, expected)
     assert not work.arrived_BK.any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-@pytest.mark.parametrize("contexts", CONTEXTS[:4], ids=lambda c: f"{len(c)}x{c[0]}")
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("few", [False, True])
-def test_decode_attention_of_a_raw_projection(
-    heads: int, kv_heads: int, dim: int, contexts: list[int], normed: bool, few: bool, dtype: torch.dtype
-) -> None:
-    """The same as `rope_write` first and the attention of the result."""
-    paged = Paged(contexts, kv_heads, dim, 16, dtype)
-    rows = len(contexts)
-    angle = torch.randn(max(contexts), dim // 2, device=DEVICE)
-    turns = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).flatten(1)
-    weight = random(heads + kv_heads, dim, dtype=dtype) if normed else None
-    transform = HeadTransform(heads, kv_heads, weight, 1e-6, turns)
-    qkv = random(rows, heads + 2 * kv_heads, dim, dtype=dtype)
-    keys, values, turned = paged.keys.clone(), paged.values.clone(), qkv.clone()
-    positions = paged.contexts - 1
-    locations = paged.table[paged.slots, positions // 16] * 16 + positions % 16
-    rope_write_reference(turned, positions, locations, transform, keys, values)
-    where = (paged.table, paged.slots, paged.contexts)
-    expected = decode.decode_attention_reference(turned[:, :heads], keys, values, *where, 0.3)
-    work = decode.DecodeWork.allocate(rows, heads, kv_heads, dim, DEVICE, decode.Tuning.of(dim, few=few))
-    decode.plan_decode(paged.contexts, rows, kv_heads, work)
-    out = torch.full((rows, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
-    decode.decode_attention(qkv[:, :heads], paged.keys, paged.values, *where, 0.3, work, out, transform)
-    assert_close(out, expected)
-    assert_close(paged.keys.nan_to_num(), keys.nan_to_num())
-    assert torch.equal(paged.values.nan_to_num(), values.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -146,32 +146,10 @@ class TritonPagedAttention:
     def attend_projected(self, layer: int, qkv_TXH: Tensor, transform: HeadTransform) -> Tensor:
         """o_TNH from the raw projection, which is changed in place: heads normed and turned, cache written. hot path"""
         step = self._current()
-        if step.num_decode == step.num_rows:
-            return self._decode_projected(layer, qkv_TXH, transform)
         rope_write(qkv_TXH, step.positions_T, step.location_T, transform, self._keys[layer], self._values[layer])
         heads, kv_heads = transform.num_heads, transform.num_kv_heads
         q_TNH, k_TKH, v_TKH = qkv_TXH.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         return self._attend(layer, q_TNH, k_TKH, v_TKH)
-
-    def _decode_projected(self, layer: int, qkv_BXH: Tensor, transform: HeadTransform) -> Tensor:
-        """All rows decode: norm, turn, write and attention are one kernel."""
-        step, shape = self._current(), self.shape
-        out_BNH = torch.empty(
-            step.num_rows, shape.num_heads, shape.head_dim, dtype=qkv_BXH.dtype, device=qkv_BXH.device
-        )
-        decode_attention(
-            qkv_BXH[:, : shape.num_heads],
-            self._keys[layer],
-            self._values[layer],
-            step.page_table_RM,
-            step.slot_B,
-            step.context_B,
-            shape.scale,
-            self.work_for(step.num_rows),
-            out_BNH,
-            transform,
-        )
-        return out_BNH
 
     def _attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """The new keys and values are in the cache already."""

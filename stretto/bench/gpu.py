@@ -10,11 +10,13 @@ import argparse
 import datetime
 import json
 import platform
+import re
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -106,8 +108,7 @@ def by_tenth(marks: Sequence[tuple[int, float]]) -> list[float]:
     """Mean milliseconds of a step in each tenth of a run."""
     first, last = marks[0][0], marks[-1][0]
     edges = [next(m for m in marks if m[0] >= first + (last - first) * tenth / 10) for tenth in range(11)]
-    pairs = zip(edges[:-1], edges[1:], strict=True)
-    return [1e3 * (end[1] - begin[1]) / max(1, end[0] - begin[0]) for begin, end in pairs]
+    return [1e3 * (end[1] - begin[1]) / max(1, end[0] - begin[0]) for begin, end in pairwise(edges)]
 
 
 def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchRequest], repeats: int) -> Measurement:
@@ -171,8 +172,9 @@ def environment() -> dict[str, str]:
 
 def _driver() -> str:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().split("Module")[1].split()[0]
-    except (OSError, IndexError):
+        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+        return found[0] if found else "unknown"
+    except OSError:
         return "unknown"
 
 
@@ -214,7 +216,8 @@ def _line(m: Measurement) -> str:
         f"{m.setup.model} depth {m.setup.overlap_depth} graphs {m.setup.graphs} {m.workload}: "
         f"{m.ms_per_output:.3f} ms/output (floor {m.floor_ms:.3f}), "
         f"{m.output_tokens_per_s:.0f} out/s, {m.input_tokens_per_s:.0f} in/s, idle {100 * m.idle_share:.2f} %, "
-        f"{m.steps} steps of {'/'.join(f'{x:.2f}' for x in m.step_ms_by_tenth)} ms, runs {', '.join(f'{s:.3f}' for s in m.seconds)} s"
+        f"{m.steps} steps of {'/'.join(f'{x:.2f}' for x in m.step_ms_by_tenth)} ms, "
+        f"runs {', '.join(f'{s:.3f}' for s in m.seconds)} s"
     )
 
 

@@ -59,10 +59,11 @@ class FusedRunner:
 
     def _warm_up(self) -> None:
         """Run each path of a step with prompt chunks once, on the padding row: compiles its kernels."""
-        tokens = min(32, self._parts.config.max_model_len - 1, self._parts.config.max_num_batched_tokens)
-        for past in (0, 1):
-            plan = _padding_plan(tokens, past)
-            layout = PlanLayout.of(plan, self._parts.config.max_stop_ids)
+        config = self._parts.config
+        for past, decodes in ((0, 0), (1, 0), (0, 1), (0, config.max_rows - 1)):
+            tokens = min(32, config.max_model_len - 1, config.max_num_batched_tokens - decodes)
+            plan = _padding_plan(tokens, past, decodes)
+            layout = PlanLayout.of(plan, config.max_stop_ids)
             words = np.zeros(layout.num_words, np.int32)
             pack(plan, layout, words)
             self.run(plan, layout, torch.from_numpy(words).to(self._inputs.slot_B.device))
@@ -189,19 +190,20 @@ def _is_plain(mix: SamplingMix) -> bool:
     return not (filters or mix.any_min_tokens or mix.adjusts or mix.num_logprobs >= 0)
 
 
-def _padding_plan(tokens: int, past: int) -> StepPlan:
-    """A prompt chunk of the padding row after `past` tokens."""
-    one, none = np.ones(1, np.int64), np.empty(0, np.int64)
+def _padding_plan(tokens: int, past: int, decodes: int) -> StepPlan:
+    """A prompt chunk of the padding row after `past` tokens, behind `decodes` decode rows of it."""
+    rows, none = decodes + 1, np.empty(0, np.int64)
+    zeros_B = np.zeros(rows, np.int64)
     return StepPlan(
         index=0,
-        slots_B=0 * one,
-        num_new_B=tokens * one,
-        start_B=past * one,
-        num_decode=0,
+        slots_B=zeros_B,
+        num_new_B=np.array([1] * decodes + [tokens]),
+        start_B=zeros_B + past,
+        num_decode=decodes,
         prefill_tokens=np.zeros(tokens, np.int32),
-        sampled_S=0 * one,
-        position_S=(past + tokens) * one,
-        is_last_S=np.zeros(1, np.bool_),
+        sampled_S=np.arange(rows),
+        position_S=zeros_B + past + 1,
+        is_last_S=np.zeros(rows, np.bool_),
         admitted=(),
         page_slot_U=none,
         page_index_U=none,

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.launch import dot_precision, num_multiprocessors, options
-from stretto.kernels.rope_write import HeadTransform, transformed
 
 FEW_PAIRS = 128
 """Up to so many pairs of row and kv head, programs are few and have several warps; beyond, many with one."""
@@ -155,13 +154,8 @@ def decode_attention(
     scale: float,
     work: DecodeWork,
     out_BNH: Tensor,
-    transform: HeadTransform | None = None,
 ) -> None:
     """`decode_attention_reference` into `out_BNH`, for which `plan_decode_work` has filled `work`. Never blocks.
-
-    With a `transform`, `q_BNH` is the beginning of a raw projection [B, N + 2 K, H] whose heads are first normed and
-    turned, and whose new keys and values are written to the last position of each row's context: what `rope_write`
-    does, except that the projection itself stays as it is.
 
     q's rows may be a view into a fused projection. A row whose page table or context is wrong reads other pages, but
     nothing outside the cache as long as the table's entries are pages.
@@ -181,9 +175,6 @@ def decode_attention(
         work.partial_state_C2G2,
         work.arrived_BK,
         out_BNH,
-        q_BNH if transform is None or transform.norm_weight_QH is None else transform.norm_weight_QH,
-        q_BNH if transform is None else transform.turns_LH,
-        0.0 if transform is None else transform.eps,
         rows,
         work.num_programs,
         q_BNH.stride(0),
@@ -200,8 +191,6 @@ def decode_attention(
         GROUPS_MERGED=triton.next_power_of_2(heads // kv_heads),
         UNIT=work.tuning.unit,
         PARTS=8,
-        FUSED=transform is not None,
-        NORM=transform is not None and transform.norm_weight_QH is not None,
         PRECISION=dot_precision(q_BNH.dtype),
         num_warps=work.tuning.warps,
         num_stages=work.tuning.stages,
@@ -223,9 +212,6 @@ def _decode_attention(
     state_ptr,
     arrived_ptr,
     out_ptr,
-    norm_ptr,
-    turns_ptr,
-    eps,
     num_rows,
     num_programs,
     q_stride,
@@ -242,8 +228,6 @@ def _decode_attention(
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
-    FUSED: tl.constexpr,
-    NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -274,23 +258,6 @@ def _decode_attention(
         q = tl.load(q_ptr + head_row, mask=in_q, other=0.0)
         head_keys = keys_ptr + head * (PAGE * DIM)
         head_values = values_ptr + head * (PAGE * DIM)
-        if FUSED:
-            turns = tl.load(turns_ptr + (context - 1) * DIM + d, mask=d < DIM, other=0.0)
-            heads_norm = norm_ptr + (head * GROUPS + g)[:, None] * DIM + d[None, :]
-            q = transformed(q, heads_norm, turns, eps, in_q, GROUPS_PAD, DIM, DIM_PAD, NORM)
-            if end == row_units:
-                # This program, and no other, reads the newest token: it writes it first.
-                newest = q_ptr + row.to(tl.int64) * q_stride + (KV_HEADS * GROUPS + head) * DIM + d[None, :]
-                in_head = (d < DIM)[None, :]
-                new_k = tl.load(newest, mask=in_head, other=0.0)
-                new_v = tl.load(newest + KV_HEADS * DIM, mask=in_head, other=0.0)
-                head_norm = norm_ptr + (KV_HEADS * GROUPS + head) * DIM + d[None, :]
-                new_k = transformed(new_k, head_norm, turns, eps, in_head, 1, DIM, DIM_PAD, NORM)
-                last_page = tl.load(table + (context - 1) // PAGE).to(tl.int64)
-                last_place = last_page * page_stride + ((context - 1) % PAGE) * DIM + d[None, :]
-                tl.store(head_keys + last_place, new_k, mask=in_head)
-                tl.store(head_values + last_place, new_v, mask=in_head)
-                tl.debug_barrier()
         top = tl.full((GROUPS_PAD,), float("-inf"), tl.float32)
         total_weight = tl.zeros((GROUPS_PAD,), tl.float32)
         acc = tl.zeros((GROUPS_PAD, DIM_PAD), tl.float32)

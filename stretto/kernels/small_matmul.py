@@ -113,7 +113,7 @@ def gemv_blocks(outputs: int, width: int, gate: bool) -> tuple[int, int]:
         return (4, 4) if width <= 2048 else (2, 4)
     if width <= 2048:
         return (8, 8) if outputs > 2048 else (2, 4)
-    return (8, 8) if width < 4096 else (2, 8)
+    return (8, 8) if width < 4096 else (4, 4)
 
 
 def skinny_blocks(outputs: int, width: int, block_m: int, gate: bool) -> tuple[int, int, int]:

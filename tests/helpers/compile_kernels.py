@@ -73,8 +73,6 @@ def compile_all() -> None:
     rows = (longs(9, 4), longs(4), longs(4))
     decode_attention.plan_decode(rows[2], 4, 8, work)
     decode_attention.decode_attention(bf16(4, 16, 128), cache[0], cache[1], *rows, 0.1, work, bf16(4, 16, 128))
-    projected, result = bf16(4, 32, 128)[:, :16], bf16(4, 16, 128)
-    decode_attention.decode_attention(projected, cache[0], cache[1], *rows, 0.1, work, result, transform)
     prefill_attention.prefill_attention(
         bf16(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 1, 0.1, bf16(99, 16, 128)
     )
