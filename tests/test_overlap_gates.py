@@ -71,6 +71,10 @@ MIXES: dict[str, Mix] = {
     "min tokens": _all(_greedy(min_tokens=4, stop_token_ids=[3, 4], ignore_eos=False)),
     "stop tokens": _all(_greedy(stop_token_ids=[3, 4, 5])),
     "log-probabilities": _all(_greedy(logprobs=3)),
+    "presence penalty": _all(_greedy(presence_penalty=1.5)),
+    "frequency penalty": _all(_greedy(frequency_penalty=0.5)),
+    "repetition penalty": _all(_greedy(repetition_penalty=1.3)),
+    "logit bias": _all(_greedy(logit_bias={3: 5.0, 4: -100.0})),
     "chunked prompts": _all(_greedy(max_tokens=4), prompt=19),
     "mixed sampling": _all(
         _greedy(), _greedy(temperature=1.0, top_k=4, top_p=0.9, min_p=0.02), _greedy(logprobs=2), _greedy(min_tokens=2)
