@@ -1,6 +1,6 @@
 """Milliseconds that sampling adds to a step, by what the rows ask for; beside it a plain torch sampler's.
 
-    python benchmarks/sampler.py [--device cuda] [--threads 1]
+    python benchmarks/sampler.py [--device cuda] [--threads 1] [--only penalties]
 
 The plain one is what one would write first: softmax, sort, mask and `torch.multinomial` for the whole batch.
 """
@@ -11,11 +11,14 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from stretto.engine.adjustment import AdjustmentTables, adjust
 from stretto.engine.sampler import SampledOut, SamplingMix, SamplingRows, sample
+from stretto.engine.scratch import Scratch
 
 CASES: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
@@ -27,6 +30,13 @@ CASES: dict[str, dict[str, float]] = {
     "top_p 0.9": {"top_p": 0.9},
     "greedy, 5 logprobs": {"temperature": 0.0, "num_logprobs": 5},
 }
+ADJUSTMENTS: dict[str, dict[str, int]] = {
+    "300 biases": {"biases": 300},
+    "penalties, 100 tokens": {"length": 100},
+    "penalties, 1000 tokens": {"length": 1000},
+    "penalties, 8000 tokens": {"length": 8000},
+}
+"""Alone, without the choice that follows; beside it dense counts over the whole vocabulary."""
 
 
 def rows_and_mix(count: int, vocabulary: int, case: dict[str, float]) -> tuple[SamplingRows, SamplingMix]:
@@ -52,6 +62,43 @@ def rows_and_mix(count: int, vocabulary: int, case: dict[str, float]) -> tuple[S
         num_logprobs=np.full(count, int(case.get("num_logprobs", -1))),
     )
     return rows, mix
+
+
+def adjuster(
+    logits_SV: torch.Tensor, case: dict[str, int], device: torch.device
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(What changes the logits of rows that are all alike, the same with counts over the vocabulary.)"""
+    rows, vocabulary = logits_SV.shape
+    length, biases = case.get("length", 0), case.get("biases", 0)
+    tables = AdjustmentTables(rows, device)
+    tables.penalties_R3[:] = 1.1
+    tables.is_penalised_R[:] = 1
+    tables.prompt_length_R[:] = length // 2
+    tables.bias_ids_RK[:, :biases] = torch.arange(biases, device=device) * 7
+    tables.biases_RK[:, :biases] = 1.0
+    generator = torch.Generator().manual_seed(0)
+    token_ids_RL = torch.randint(0, vocabulary, (rows, length + 1), generator=generator).to(device)
+    slot_S = torch.arange(rows, device=device)
+    position_S = torch.full((rows,), length, device=device)
+    plain_mix = rows_and_mix(rows, vocabulary, {})[1]
+    mix = replace(plain_mix, num_penalised=rows if length else 0, penalised_length=length, max_biases=biases)
+    scratch = Scratch()
+
+    def dense() -> torch.Tensor:
+        changed_SV = logits_SV.clone()
+        if biases:
+            changed_SV.scatter_add_(1, tables.bias_ids_RK[:, :biases], tables.biases_RK[:, :biases])
+        if length:
+            prompt_SL, output_SL = token_ids_RL[:, : length // 2], token_ids_RL[:, length // 2 : length]
+            count_SV = torch.zeros_like(logits_SV).scatter_add_(
+                1, output_SL, torch.ones_like(output_SL, dtype=torch.float32)
+            )
+            seen_SV = (count_SV > 0).scatter_(1, prompt_SL, True)
+            scaled_SV = torch.where(changed_SV > 0, changed_SV / 1.1, changed_SV * 1.1)
+            changed_SV = torch.where(seen_SV, scaled_SV, changed_SV) - 1.1 * count_SV - 1.1 * (count_SV > 0)
+        return changed_SV
+
+    return lambda: adjust(logits_SV, tables, token_ids_RL, slot_S, position_S, mix, scratch), dense
 
 
 def plain_sampler(logits_SV: torch.Tensor, case: dict[str, float]) -> torch.Tensor:
@@ -89,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[49152, 151936])
     arguments = parser.parse_args()
@@ -98,6 +146,8 @@ def main() -> None:
     print(f"{'vocabulary':>10}  {'case':<22}" + "".join(f"{count:>12} rows" for count in arguments.rows))
     for vocabulary in arguments.vocabulary:
         for name, case in CASES.items():
+            if arguments.only not in name:
+                continue
             cells = []
             for count in arguments.rows:
                 generator = torch.Generator().manual_seed(0)
@@ -109,6 +159,17 @@ def main() -> None:
                     ours = milliseconds(lambda: sample(logits_SV, rows, mix, out), device)  # noqa: B023
                     plain = milliseconds(lambda: plain_sampler(logits_SV, case), device)  # noqa: B023
                 cells.append(f"{ours:>7.2f} ({plain:>7.2f})")
+            print(f"{vocabulary:>10}  {name:<22}" + " ".join(f"{cell:>17}" for cell in cells), flush=True)
+        for name, adjustment in ADJUSTMENTS.items():
+            if arguments.only not in name:
+                continue
+            cells = []
+            for count in arguments.rows:
+                generator = torch.Generator().manual_seed(0)
+                logits_SV = (torch.randn(count, vocabulary, generator=generator) * 3).to(device)
+                with torch.inference_mode():
+                    work, dense = adjuster(logits_SV, adjustment, device)
+                    cells.append(f"{milliseconds(work, device):>7.2f} ({milliseconds(dense, device):>7.2f})")
             print(f"{vocabulary:>10}  {name:<22}" + " ".join(f"{cell:>17}" for cell in cells), flush=True)
 
 
