@@ -232,3 +232,21 @@ def test_logits_that_are_no_numbers_fail_their_row_alone(depth: int) -> None:
         assert stream.request.token_ids.tolist() == [*stream.prompt, *stream.tokens]
     if FinishReason.LENGTH in reasons:
         simulation.assert_as_expected(streams[reasons.index(FinishReason.LENGTH)])
+
+
+@DEPTHS
+def test_a_failed_request_leaves_nothing_in_the_prefix_cache(depth: int) -> None:
+    """Its KV may be no numbers either, and whoever shares it would fail with it."""
+    simulation = simulation_at(depth)
+    model = simulation.runtime.engine.model
+    logits = model.logits
+    model.logits = lambda hidden: logits(hidden) * float("nan")  # type: ignore[method-assign]
+    failed = simulation.add([1, 2, 3, 4, 5, 6, 7, 8, 9], endless(3))
+    simulation.run()
+    assert failed.terminal == [FinishReason.ERROR]
+    assert simulation.runtime.stats().num_cached_pages == 0
+    model.logits = logits  # type: ignore[method-assign]
+    again = simulation.add([1, 2, 3, 4, 5, 6, 7, 8, 9], endless(3))
+    simulation.run()
+    simulation.assert_as_expected(again)
+    assert again.request.num_cached == 0

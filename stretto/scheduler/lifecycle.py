@@ -212,13 +212,16 @@ class Lifecycle:
         self._leaving.pop(request.uid, None)
         if request.state is RequestState.PREEMPTING:
             self._save_tokens(request)
-        if request.finish_reason is not FinishReason.ERROR:
+        forgotten: list[int] = []
+        if request.finish_reason is FinishReason.ERROR:
+            forgotten = self.pages.forget(request)  # its KV may be no numbers either
+        else:
             # The newest token's KV is not computed, and that of a step past the end is not the sequence's.
             self._share(request, min(int(self.slots.length[slot]), len(request.token_ids) - 1))
         freed = self.pages.take_back(request)
         self.slots.free(slot)
         request.slot = 0
-        self._hooks.released(slot, freed)
+        self._hooks.released(slot, [*forgotten, *freed])
         if request.state is RequestState.PREEMPTING:
             request.state = RequestState.WAITING
             self.prefill.wait(request)

@@ -135,6 +135,14 @@ class PageBook:
         self._new.clear()
         return new[:, 0], new[:, 1], new[:, 2]
 
+    def forget(self, request: Request) -> list[int]:
+        """Take what `request` put into the cache, and nobody else uses, out of it; returns the pages free now."""
+        if request.prefix is None:
+            return []
+        freed = self._cache.forget(request.prefix)
+        request.prefix = None
+        return freed
+
     def take_back(self, request: Request) -> list[int]:
         """Take all of `request`'s pages; returns those that are free now."""
         if request.prefix is not None:
