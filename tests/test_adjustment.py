@@ -2,112 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.engine.adjustment import AdjustmentTables, adjust
-from stretto.engine.sampler import SampledOut, SamplingMix, sample
-from stretto.engine.scratch import Scratch
-from stretto.engine.staging import PlanLayout, pack
+from stretto.engine.adjustment import adjust
+from stretto.engine.sampler import SampledOut, sample
 from stretto.request import SamplingParams
-from stretto.scheduler.batch import Adjustment, StepPlan
-from tests.helpers.adjustment import adjusted_logits
+from tests.helpers.adjustment import WIDTH, AdjustedRows, Sequence, exact_mix, staged
 from tests.helpers.no_sync import no_host_reads
 from tests.helpers.sampling import Row, mix_of, tensors_of
 
-GARBAGE = 2**40
-"""What nobody may look at in the token table."""
-WIDTH = 40
 PLAIN = SamplingParams()
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """One row: what it has so far, and how its logits are changed."""
-
-    prompt: list[int]
-    output: list[int]
-    params: SamplingParams = field(default_factory=SamplingParams)
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.output)
-
-
-def staged(sequences: list[Sequence], slots: list[int], cached: int) -> tuple[torch.Tensor, PlanLayout]:
-    """A packed plan that only adjusts: the given slots, with the first `cached` tokens of each."""
-    nothing = np.empty(0, np.int64)
-    adjusted = tuple(
-        Adjustment(
-            slot,
-            len(s.prompt),
-            s.params.presence_penalty,
-            s.params.frequency_penalty,
-            s.params.repetition_penalty,
-            np.array(list(s.params.logit_bias or ()), np.int32),
-            np.array(list((s.params.logit_bias or {}).values()), np.float32),
-            np.array((s.prompt + s.output)[:cached], np.int32),
-        )
-        for slot, s in zip(slots, sequences, strict=True)
-    )
-    none = np.empty(0, np.int32)
-    mix = mix_of([], 1)
-    plan = StepPlan(
-        0, nothing, nothing, nothing, 0, none, nothing, nothing, np.empty(0, np.bool_), (), nothing, nothing, nothing,
-        0, None, mix, adjusted,
-    )  # fmt: skip
-    layout = PlanLayout.of(plan, 4)
-    words = np.empty(layout.num_words, np.int32)
-    pack(plan, layout, words)
-    return torch.from_numpy(words), layout
-
-
-def exact_mix(sequences: list[Sequence]) -> SamplingMix:
-    penalised = [s.length for s in sequences if s.params.has_penalties]
-    return replace(
-        mix_of([Row(temperature=0.0)] * len(sequences), 99),
-        num_penalised=len(penalised),
-        penalised_length=max(penalised, default=0),
-        max_biases=max((len(s.params.logit_bias or ()) for s in sequences), default=0),
-    )
-
-
-class Device:
-    """Tables in which the sequences have slots, in an order of their own; unused cells hold garbage."""
-
-    def __init__(self, sequences: list[Sequence], cached: int = 3) -> None:
-        rng = np.random.default_rng(len(sequences))
-        self.sequences = sequences
-        self.slots = (1 + rng.permutation(len(sequences))).tolist()
-        self.token_ids_RL = torch.full((len(sequences) + 1, WIDTH), GARBAGE)
-        self.tables = AdjustmentTables(len(sequences) + 1, torch.device("cpu"))
-        words, layout = staged(sequences, self.slots, cached)
-        self.tables.admit(words, layout.adjusted, self.token_ids_RL)
-        for slot, s in zip(self.slots, sequences, strict=True):
-            if s.params.has_penalties:
-                self.token_ids_RL[slot, cached : s.length] = torch.tensor((s.prompt + s.output)[cached:])
-        self.scratch = Scratch()
-
-    def adjust(self, logits_SV: torch.Tensor, mix: SamplingMix | None = None) -> torch.Tensor:
-        with torch.inference_mode():
-            return adjust(
-                logits_SV,
-                self.tables,
-                self.token_ids_RL,
-                torch.tensor(self.slots),
-                torch.tensor([s.length for s in self.sequences]),
-                mix or exact_mix(self.sequences),
-                self.scratch,
-            ).clone()
-
-    def expected(self, logits_SV: torch.Tensor) -> torch.Tensor:
-        rows = zip(logits_SV.numpy(), self.sequences, strict=True)
-        return torch.from_numpy(np.stack([adjusted_logits(row, s.prompt, s.output, s.params) for row, s in rows]))
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -142,7 +51,7 @@ sequences_of_all_kinds = st.lists(
 @given(sequences=sequences_of_all_kinds, seed=st.integers(0, 2**16))
 @settings(max_examples=300, deadline=None)
 def test_any_rows_are_adjusted_as_the_host_would(sequences: list[Sequence], seed: int) -> None:
-    device = Device(sequences)
+    device = AdjustedRows(sequences)
     logits = logits_of(len(sequences), VOCABULARY, seed)
     untouched = logits.clone()
     expected = device.expected(logits)
@@ -174,7 +83,7 @@ WORKED = {
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_examples_worked_by_hand(name: str) -> None:
-    device = Device([Sequence([0, 0], [1, 3, 3], SPECIAL[name])])
+    device = AdjustedRows([Sequence([0, 0], [1, 3, 3], SPECIAL[name])])
     logits = torch.tensor([[4.0, -4, 4, 4, 4]])
     assert device.adjust(logits).tolist() == [WORKED[name]]
     assert device.expected(logits).tolist() == [WORKED[name]]
@@ -182,7 +91,7 @@ def test_examples_worked_by_hand(name: str) -> None:
 
 def test_the_prompt_counts_for_repetition_only() -> None:
     one = SamplingParams(presence_penalty=1, frequency_penalty=1)
-    prompt_only = Device([Sequence([2, 2, 3], [], one)])
+    prompt_only = AdjustedRows([Sequence([2, 2, 3], [], one)])
     logits = logits_of(1, 9)
     assert same_bits(prompt_only.adjust(logits), logits)
 
@@ -192,7 +101,7 @@ def test_rows_without_adjustments_keep_every_bit() -> None:
     logits = logits_of(6, VOCABULARY)
     logits[0, :4] = torch.tensor([-0.0, torch.nan, torch.inf, -torch.inf])
     sequences = [Sequence([1, 2], [3])] * 4 + [Sequence([5], [6, 6], params) for params in (SPECIAL["all"],) * 2]
-    device = Device(sequences)
+    device = AdjustedRows(sequences)
     loose = replace(exact_mix(sequences), num_penalised=6, penalised_length=WIDTH, max_biases=200)
     for mix in (None, loose):
         assert same_bits(device.adjust(logits, mix)[:4], logits[:4])
@@ -202,13 +111,13 @@ def test_rows_without_adjustments_keep_every_bit() -> None:
 def test_a_row_is_adjusted_alike_alone_and_in_any_company() -> None:
     sequences = [Sequence([i, 1], [2, i, 2], params) for i, params in enumerate([*SPECIAL.values(), PLAIN] * 2)]
     logits = logits_of(len(sequences), 4103)
-    together = Device(sequences).adjust(logits)
+    together = AdjustedRows(sequences).adjust(logits)
     for i, sequence in enumerate(sequences):
-        assert same_bits(Device([sequence]).adjust(logits[i : i + 1])[0], together[i])
+        assert same_bits(AdjustedRows([sequence]).adjust(logits[i : i + 1])[0], together[i])
 
 
 def test_memory_used_before_changes_nothing() -> None:
-    device = Device([Sequence([1], [2, 2, 5], SPECIAL["all"])] * 3)
+    device = AdjustedRows([Sequence([1], [2, 2, 5], SPECIAL["all"])] * 3)
     device.adjust(logits_of(3, VOCABULARY, seed=1))
     again = logits_of(3, VOCABULARY, seed=2)
     assert torch.equal(device.adjust(again), device.expected(again))
@@ -217,7 +126,7 @@ def test_memory_used_before_changes_nothing() -> None:
 @pytest.mark.parametrize("repetition", [1e-300, 1e-45, 1e-38, 1e38, 1e300])
 def test_no_penalty_makes_a_finite_logit_infinite(repetition: float) -> None:
     logits = torch.tensor([[0.0, -0.0, 50.0, -50.0, 1.0, 1e-30]])
-    adjusted = Device([Sequence([0, 1, 2], [3, 5], SamplingParams(repetition_penalty=repetition))]).adjust(logits)
+    adjusted = AdjustedRows([Sequence([0, 1, 2], [3, 5], SamplingParams(repetition_penalty=repetition))]).adjust(logits)
     assert adjusted.isfinite().all()
     assert adjusted[0, 4] == 1.0
 
@@ -228,7 +137,7 @@ def test_an_adjustment_does_not_hide_a_failure(poison: float) -> None:
     logits = torch.zeros(3, 8)
     logits[:2, 2] = poison
     sequences.append(sequences[0])
-    adjusted = Device(sequences).adjust(logits)
+    adjusted = AdjustedRows(sequences).adjust(logits)
     out = SampledOut.allocate(3, 0, torch.device("cpu"))
     rows = [Row(temperature=0.0)] * 3
     with torch.inference_mode():
@@ -240,14 +149,14 @@ def test_impossible_tokens_stay_impossible() -> None:
     logits = torch.full((1, 6), -torch.inf)
     logits[0, 4] = -3.0
     wanted = SamplingParams(presence_penalty=-2, repetition_penalty=0.1, logit_bias={1: 100, 2: -100})
-    adjusted = Device([Sequence([1, 2], [1, 4], wanted)]).adjust(logits)
+    adjusted = AdjustedRows([Sequence([1, 2], [1, 4], wanted)]).adjust(logits)
     assert adjusted.isneginf().tolist() == [[True, True, True, True, False, True]]
 
 
 def test_the_choice_is_made_from_the_adjusted_logits_and_log_probabilities_are_of_the_raw_ones() -> None:
     logits = logits_of(12, 700)
     sequences = [Sequence([1, 2], [3], SamplingParams(logit_bias={i: 90}, presence_penalty=1)) for i in range(12)]
-    adjusted = Device(sequences).adjust(logits)
+    adjusted = AdjustedRows(sequences).adjust(logits)
     rows = [Row(temperature=0.5 * (i % 3), top_k=i % 4, num_logprobs=2, seed=i) for i in range(12)]
     out = SampledOut.allocate(12, 2, torch.device("cpu"))
     with torch.inference_mode():
@@ -259,20 +168,19 @@ def test_the_choice_is_made_from_the_adjusted_logits_and_log_probabilities_are_o
 
 
 def test_a_slot_forgets_its_last_holder() -> None:
-    device = Device([Sequence([1, 2], [2, 2], SPECIAL["all"]), Sequence([1], [3, 3], SPECIAL["all"])])
+    device = AdjustedRows([Sequence([1, 2], [2, 2], SPECIAL["all"]), Sequence([1], [3, 3], SPECIAL["all"])])
     follower = Sequence([2, 2], [2, 2])
     words, layout = staged([follower], device.slots[:1], cached=0)
     device.tables.admit(words, layout.adjusted, device.token_ids_RL)
-    device.sequences[0] = follower
+    device.sequences[0], device.position_S[0] = follower, follower.length
     logits = logits_of(2, VOCABULARY)
     assert torch.equal(device.adjust(logits), device.expected(logits))
 
 
 def test_nothing_is_read_on_the_host() -> None:
     sequences = [Sequence([1, 2], [2, 3], params) for params in (*SPECIAL.values(), PLAIN)]
-    device = Device(sequences)
+    device = AdjustedRows(sequences)
     logits = logits_of(len(sequences), VOCABULARY)
-    slots, positions = torch.tensor(device.slots), torch.tensor([4] * len(sequences))
     exact = exact_mix(sequences)
     words, layout = staged(sequences, device.slots, cached=2)
     with torch.inference_mode(), no_host_reads():
@@ -280,4 +188,6 @@ def test_nothing_is_read_on_the_host() -> None:
         for penalised in (0, exact.num_penalised, len(sequences)):
             for biases in (0, 1, 2, 300):
                 mix = replace(exact, num_penalised=penalised, max_biases=biases)
-                adjust(logits, device.tables, device.token_ids_RL, slots, positions, mix, device.scratch)
+                adjust(
+                    logits, device.tables, device.token_ids_RL, device.slot_S, device.position_S, mix, device.scratch
+                )

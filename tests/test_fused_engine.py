@@ -89,6 +89,9 @@ MIXES = {
     "top-p": SamplingParams(top_p=0.8, max_tokens=5, ignore_eos=True),
     "min tokens": SamplingParams(min_tokens=3, stop_token_ids=[3, 4], max_tokens=5),
     "log-probabilities": SamplingParams(logprobs=3, max_tokens=5, ignore_eos=True),
+    "penalties and a bias": SamplingParams(
+        temperature=0, presence_penalty=1, repetition_penalty=1.2, logit_bias={7: 2}, max_tokens=5, ignore_eos=True
+    ),
 }
 
 
