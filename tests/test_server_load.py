@@ -15,7 +15,18 @@ from tests.helpers.server_process import PATIENCE, ServerProcess
 
 def test_a_short_soak_finds_no_leak_and_no_wrong_answer() -> None:
     script = Path(__file__).parents[1] / "scripts" / "server_soak.py"
-    command = [sys.executable, str(script), "--seconds", "10", "--vanishing", "60", "--queued", "400"]
+    command = [
+        sys.executable,
+        str(script),
+        "--seconds",
+        "10",
+        "--vanishing",
+        "60",
+        "--queued",
+        "400",
+        "--allowed-growth",
+        "128",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
 
