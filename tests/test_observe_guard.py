@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from stretto import LLM, InvalidRequest, SamplingParams
+from stretto.device.cpu import CpuDevice
+from stretto.engine.staging import RingEntry
 from stretto.observe import HiddenSync, SyncGuard
+from stretto.observe.engine import ObservedEngine
 from stretto.observe.inject import Faults
 from stretto.observe.trace.kinds import BLOCKING_WORDS, Severity
+from stretto.runtime import Runtime
+from stretto.scheduler.batch import StepPlan
 from tests.helpers.dummy_model import write_dummy_model
 from tests.helpers.llm_fixture import dummy_llm
+from tests.helpers.simulation import Simulation, small_config
 
 X = torch.arange(6)
 
@@ -220,3 +227,27 @@ def test_a_slow_device_and_a_slow_host_are_slow_where_they_say(tmp_path: Path) -
         stats = llm.stats()
         assert stats.busy_s >= 0.003 * stats.steps
         assert stats.launch_s >= 0.004 * stats.steps
+
+
+class EngineThatWaitsForItsStream(ObservedEngine):
+    """Waits for everything launched, as a program does that wants to be sure."""
+
+    def _return_results(self, plan: StepPlan, entry: RingEntry) -> None:
+        self.stream.synchronize()
+        super()._return_results(plan, entry)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_waiting_for_a_stream_in_a_launch_is_found(depth: int) -> None:
+    guard = SyncGuard("count", cpu_as_device=True)
+    make = partial(Runtime, engine_type=partial(EngineThatWaitsForItsStream, guard=guard, faults=Faults()))
+    simulation = Simulation(small_config(overlap_depth=depth), CpuDevice(1), make)
+    stream = simulation.add([1, 2, 3])
+    simulation.run()
+    simulation.assert_as_expected(stream)
+    (finding,) = guard.findings()
+    assert (finding.kind, finding.file) == ("stream-sync", __file__)
+    assert finding.count == simulation.runtime.stats().steps
+    simulation.runtime.engine.stream.synchronize()  # not in a launch: nobody minds
+    assert guard.num_syncs == finding.count
+    simulation.runtime.close()

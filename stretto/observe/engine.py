@@ -16,6 +16,7 @@ from stretto.engine.staging import PlanLayout, ResultBuffers, RingEntry
 from stretto.observe.annotations import Span, spans_wanted
 from stretto.observe.inject import Faults, Injector
 from stretto.observe.sync_guard import SyncGuard
+from stretto.observe.watched_stream import WatchedStream
 from stretto.scheduler.batch import StepPlan
 
 
@@ -28,6 +29,11 @@ class ObservedEngine(Engine):
         self._watches = guard.mode != "off"
         self._injector = Injector(faults, self.device, named=not self._watches) if faults else None
         self._has_worker = self.device.torch_device.type == "cpu"
+        self._staging_stream = self.scheduler_stream
+        if self._watches and self._has_worker and not self.device.checking:
+            one = self.scheduler_stream is self.stream
+            self.stream = WatchedStream(self.stream, guard)
+            self.scheduler_stream = self.stream if one else WatchedStream(self.scheduler_stream, guard)
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """See `Engine`. hot path"""
@@ -39,7 +45,7 @@ class ObservedEngine(Engine):
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         if self._injector is not None:
-            self._injector.before_launch(self.scheduler_stream)
+            self._injector.before_launch(self._staging_stream)
         return super().launch(plan)
 
     def _return_results(self, plan: StepPlan, entry: RingEntry) -> None:

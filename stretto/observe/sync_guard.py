@@ -26,7 +26,9 @@ from stretto.observe.trace.kinds import BLOCKING_WORDS, Severity
 GuardMode = Literal["off", "count", "raise"]
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = tuple(str(Path(__file__).with_name(name)) for name in ("sync_guard.py", "host_reads.py", "cuda_syncs.py"))
+_OWN = tuple(
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("sync_guard", "host_reads", "cuda_syncs", "watched_stream")
+)
 _UPLOADS = ("pageable-upload", "upload")
 
 
@@ -196,6 +198,13 @@ class SyncGuard:
         if self._cuda is not None:
             self._cuda.uninstall()
 
+    def call(self, kind: str, name: str, run: Callable[[], None]) -> None:
+        """Call `run`, which waits for a device: a hidden sync if this thread is watched and it is not allowed."""
+        if self._state.watches:
+            self._seen(kind, name, run)
+        else:
+            run()
+
     # -- findings -----------------------------------------------------------------------------------------------------
 
     def findings(self) -> list[SyncFinding]:
@@ -263,10 +272,7 @@ class SyncGuard:
 
     def _synchronize(self, run: Callable[[], None]) -> None:
         """`torch.cuda.synchronize` was called."""
-        if self._state.watches:
-            self._seen("device-sync", "torch.cuda.synchronize", run)
-        else:
-            run()
+        self.call("device-sync", "torch.cuda.synchronize", run)
 
     def _note(self, kind: str, call: str, frame: FrameType, blocked_s: float | None) -> None:
         key = _key(kind, frame)
