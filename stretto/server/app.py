@@ -27,6 +27,7 @@ from stretto.server.errors import ApiError, as_api_error
 from stretto.server.frontend import Frontend
 from stretto.server.gate import Gate
 from stretto.server.openapi import Operation, document
+from stretto.server.page_route import add_page
 from stretto.server.protocol.chat import ChatCompletion, ChatRequest
 from stretto.server.protocol.completions import CompletionRequest, CompletionUsageChunk
 from stretto.server.protocol.responses import ResponseObject, ResponsesRequest
@@ -62,6 +63,7 @@ def build_app(frontend: Frontend) -> ASGIApp:
     route("GET", "/live", service.live)
     route("GET", "/version", service.version)
     route("GET", "/metrics", service.metrics)
+    add_page(app, frontend)
 
     schema = document(operations, bool(frontend.config.api_keys))
     app.openapi = lambda: schema  # type: ignore[method-assign]  # FastAPI's documented way to give another document
