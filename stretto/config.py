@@ -61,8 +61,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "vocab_size"):
             _at_least(name, getattr(self, name), 1)
-        if not 0 <= self.overlap_depth <= MAX_OVERLAP_DEPTH:
-            raise InvalidRequest(f"overlap_depth is {self.overlap_depth}; allowed: 0 to {MAX_OVERLAP_DEPTH}")
+        _check_depth(self.overlap_depth)
         if self.page_size not in PAGE_SIZES:
             raise InvalidRequest(f"page_size is {self.page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
         if self.batch_policy not in BATCH_POLICIES:
@@ -75,8 +74,7 @@ class SchedulerConfig:
         for name in ("max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
-            raise InvalidRequest(f"request_timeout_s is {self.request_timeout_s}; allowed: a number above 0")
+        _check_timeout(self.request_timeout_s)
         usable = (self.num_pages - 1) * self.page_size
         if usable < self.max_model_len:
             raise InvalidRequest(
@@ -171,6 +169,11 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_logprobs", self.max_logprobs, 0)
+        if self.overlap_depth is not None:
+            _check_depth(self.overlap_depth)
+        _check_timeout(self.request_timeout_s)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise InvalidRequest(f"enable_prefix_caching is {self.enable_prefix_caching!r}; allowed: True, False")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise InvalidRequest("num_pages and kv_cache_memory_bytes both given; give one of them")
 
@@ -188,3 +191,13 @@ class EngineConfig:
 def _at_least(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidRequest(f"{name} is {value!r}; allowed: a whole number of at least {least}")
+
+
+def _check_depth(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_OVERLAP_DEPTH:
+        raise InvalidRequest(f"overlap_depth is {value!r}; allowed: 0 to {MAX_OVERLAP_DEPTH}")
+
+
+def _check_timeout(value: object) -> None:
+    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0):
+        raise InvalidRequest(f"request_timeout_s is {value!r}; allowed: a number above 0")

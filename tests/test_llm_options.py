@@ -83,6 +83,23 @@ def test_bad_options_and_models_are_refused_in_words(tmp_path: Path) -> None:
         LLM("no/such/model/directory")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("overlap_depth", "1"),
+        ("overlap_depth", 1.5),
+        ("overlap_depth", True),
+        ("overlap_depth", 9),
+        ("request_timeout_s", "x"),
+        ("request_timeout_s", float("nan")),
+        ("enable_prefix_caching", "no"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_before_anything_is_loaded(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        EngineConfig("model", **{name: value})  # type: ignore[arg-type]
+
+
 def test_the_overlap_depth_can_be_chosen_and_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options, depth in (({"overlap_depth": 2}, 2), ({"async_scheduling": False}, 0)):
         with dummy_llm(tmp_path, **options) as llm:
