@@ -149,7 +149,12 @@ class SlotTable:
         sampled = self._sampled[slots]
         top_k = self._top_k[slots]
         max_top_k = int(top_k.max(initial=0))
-        penalised = self._penalised[slots]
+        num_penalised = penalised_length = max_biases = 0
+        if self._adjusted.any():
+            penalised = self._penalised[slots]
+            num_penalised = int(np.count_nonzero(penalised))
+            penalised_length = int(positions.max(initial=0, where=penalised))
+            max_biases = int(self._num_biases[slots].max(initial=0))
         return SamplingMix(
             all_greedy=not sampled.any(),
             all_top_k=bool(((top_k > 0) == sampled).all()),
@@ -159,9 +164,9 @@ class SlotTable:
             any_min_p=bool(self._min_p[slots].any()),
             any_min_tokens=bool(self._min_tokens[slots].any()),
             num_logprobs=int(self._num_logprobs[slots].max(initial=-1)),
-            num_penalised=int(np.count_nonzero(penalised)),
-            penalised_length=int(positions.max(initial=0, where=penalised)),
-            max_biases=int(self._num_biases[slots].max(initial=0)),
+            num_penalised=num_penalised,
+            penalised_length=penalised_length,
+            max_biases=max_biases,
         )
 
     def check(self) -> None:
