@@ -207,13 +207,13 @@ class LaneDrawing {
     context.fillStyle = tone;
     this.box(x, x + wide - (wide > 3 ? 0.75 : 0), lane.y, lane.height, Math.min(4, wide / 3));
     context.globalAlpha = alpha;
-    if (label && wide > 7 + 7 * label.length) {
+    const left = Math.max(x, GUTTER), right = Math.min(x + wide, this.width);
+    if (label && right - left > 7 + 7 * label.length) {
       context.fillStyle = "#fff";
       context.font = "600 11.5px system-ui, sans-serif";
       context.textAlign = "center";
       context.textBaseline = "middle";
-      context.fillText(label, Math.max(x, GUTTER) + (Math.min(x + wide, this.width) - Math.max(x, GUTTER)) / 2,
-        lane.y + lane.height / 2 + 0.5);
+      context.fillText(label, (left + right) / 2, lane.y + lane.height / 2 + 0.5);
     }
   }
 
