@@ -2,6 +2,7 @@
 #   make demo     set up, fetch the embedded model, answer a few prompts
 #   make test     set up, run all tests
 #   make check    lint, types and tests, as CI does
+#   make gpu-test, make gpu-bench   tests and benchmarks that need a CUDA GPU
 #   make soak     the scheduler's property tests for long (EXAMPLES=100000)
 # PYTHON=python3.12 chooses the interpreter, PIP_FLAGS="..." is passed to pip (for example the index of CPU-only torch).
 
@@ -15,7 +16,7 @@ DEV_STAMP := $(VENV)/.stretto-dev-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test soak lint format types check bench clean
+.PHONY: help setup setup-dev demo test soak lint format types check bench clean gpu-test gpu-bench
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -67,6 +68,12 @@ types: $(DEV_STAMP)
 	@$(BIN)/mypy
 
 check: lint types test
+
+gpu-test: $(DEV_STAMP)
+	@PYTHON=$(BIN)/python scripts/gpu_test.sh
+
+gpu-bench: $(DEV_STAMP)
+	@PYTHON=$(BIN)/python scripts/gpu_bench.sh
 
 bench: $(DEV_STAMP)
 	@$(BIN)/python benchmarks/overlap.py
