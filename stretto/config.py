@@ -13,6 +13,13 @@ MAX_OVERLAP_DEPTH = 8
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int4")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
+_MOST = {
+    "max_num_seqs": 16_384,
+    "max_num_batched_tokens": 2**20,
+    "max_logprobs": 1_000,
+    "num_threads": max(256, os.cpu_count() or 1),
+}
+"""Beyond these, tables or threads would not fit into any machine."""
 BATCH_POLICIES = ("mixed", "prefill-first")
 DEFAULT_PAGE_SIZE = {"cpu": 64, "cuda": 16}
 DEFAULT_OVERLAP_DEPTH = {"cpu": 1, "cuda": 1}
@@ -144,8 +151,10 @@ class EngineConfig:
     """Faults on purpose, to see what they do: `sync@sample`, `pageable@stage`, `slow-host=2ms`, `slow-device=5ms`."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise InvalidRequest("model is empty; give a directory, a .gguf file, a hub id or the alias smollm2-135m")
+        if not isinstance(self.model, str) or not self.model:
+            raise InvalidRequest(
+                f"model is {self.model!r}; give a directory, a .gguf file, a hub id or the alias smollm2-135m"
+            )
         if self.dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
         if self.attention_backend not in ATTENTION_BACKENDS:
@@ -169,6 +178,10 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_logprobs", self.max_logprobs, 0)
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise InvalidRequest(f"{name} is {value}; allowed: up to {most}")
         if self.overlap_depth is not None:
             _check_depth(self.overlap_depth)
         _check_timeout(self.request_timeout_s)

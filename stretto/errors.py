@@ -17,6 +17,10 @@ class NotSupported(StrettoError, NotImplementedError):
     """A feature that is not built, or cannot work in this combination."""
 
 
+class EngineBroken(StrettoError):
+    """The engine cannot go on; a new one can be made."""
+
+
 class Overloaded(StrettoError):
     """The queue is full: says how full, and what was allowed. The request can be sent again later."""
 

@@ -6,9 +6,10 @@ Also the scheduler's `Request`: one prompt and its parameters, from arrival to i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ TokenArray = npt.NDArray[np.int32]
 
 MAX_LOGIT_BIAS = 300
 """Token ids that a request may bias."""
+MAX_TEMPERATURE = 1e30
+"""A float32 on the device; long before it, every token is equally likely."""
 PRIORITY_STEP = 1000
 """Arrivals that one unit of priority is worth."""
 
@@ -104,6 +107,12 @@ class SamplingParams:
     structured_outputs: object | None = None
 
     def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, np.generic):
+                setattr(self, name, value.item())
+        self.stop = _string_or_list("stop", self.stop)
+        self.stop_token_ids = _list("stop_token_ids", self.stop_token_ids)
         for name, default in _NOT_BUILT.items():
             value = getattr(self, name)
             if value != default:
@@ -118,7 +127,7 @@ class SamplingParams:
             raise InvalidRequest("repetition_penalty is 0; allowed: above 0 (1 is no penalty)")
         if self.logit_bias is not None:
             self.logit_bias = _checked_biases(self.logit_bias)
-        _check_real("temperature", self.temperature, 0.0, math.inf)
+        _check_real("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_real("min_p", self.min_p, 0.0, 1.0)
         _check_real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
@@ -178,7 +187,7 @@ class CompletionOutput:
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None = None
-    """`stop`, `length`, `abort` or `error`; None while it runs."""
+    """`stop`, `length`, `abort`, `timeout` or `error`; None while it runs."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for end-of-sequence and other reasons."""
 
@@ -278,6 +287,19 @@ def _checked_biases(given: object) -> dict[int, float]:
             raise InvalidRequest(f"logit_bias has {value!r} for token {token_id}; allowed: numbers from -100 to 100")
         biases[token_id] = float(value)
     return biases
+
+
+def _list(name: str, value: Iterable[object] | None) -> list[Any] | None:
+    """Any iterable as a list of its own, numpy's numbers as Python's."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} is {value!r}; allowed: a list")
+    return [item.item() if isinstance(item, np.generic) else item for item in value]
+
+
+def _string_or_list(name: str, value: str | Iterable[str] | None) -> str | list[str] | None:
+    return value if isinstance(value, str) else _list(name, value)
 
 
 def _check_int(name: str, value: object, least: int) -> None:

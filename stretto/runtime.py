@@ -20,7 +20,7 @@ from stretto.device.base import Device
 from stretto.engine.engine import Engine, StepModel
 from stretto.engine.random import fresh_seed
 from stretto.engine.runner import EagerRunner, MakeRunner
-from stretto.errors import InvalidRequest, NotSupported, Overloaded
+from stretto.errors import EngineBroken, InvalidRequest, NotSupported, Overloaded
 from stretto.observe.annotations import mark
 from stretto.observe.engine import ObservedEngine
 from stretto.observe.inject import Faults
@@ -137,6 +137,7 @@ class Runtime:
         self.loop = loop_type(self.scheduler, self.engine, self._outbox, self._timeline)
         self._requests: dict[int, Request] = {}
         self._num_arrived = 0
+        self._pid = os.getpid()
         self._output_tokens = 0
 
     @classmethod
@@ -289,7 +290,13 @@ class Runtime:
         self._outbox.put(EndRequest(request, reason, num_output))
 
     def step(self) -> list[StepOutput]:
-        """One turn of the loop; may give no output or several. May block on the oldest step in flight."""
+        """One turn of the loop; may give no output or several. May block on the oldest step in flight.
+
+        Raises EngineBroken in a forked child, which has none of the device's threads, and after an exception broke off
+        an earlier turn.
+        """
+        if os.getpid() != self._pid:
+            raise EngineBroken("the engine belongs to the process that made it; make one in each process")
         outputs = self.loop.turn()
         for output in outputs:
             self._output_tokens += len(output.tokens)

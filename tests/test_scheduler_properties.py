@@ -13,7 +13,7 @@ from stretto.device.checking import CheckingDevice
 from stretto.request import SamplingParams
 from tests.helpers.simulation import VOCAB, Simulation, Stream, small_config
 
-EXAMPLES = int(os.environ.get("STRETTO_EXAMPLES", "1700"))
+EXAMPLES = int(os.environ.get("STRETTO_EXAMPLES", "2000"))
 """Runs of the state machine; a long soak sets more (`make soak`)."""
 
 DELAYS = [((0.0, 1e-3), (0.0, 1e-3)), ((0.0, 5e-3), (0.0, 1e-4)), ((0.0, 1e-4), (0.0, 5e-3)), ((0.0, 0.0), (0.0, 0.0))]

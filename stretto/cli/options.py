@@ -43,8 +43,8 @@ OverlapDepth = Annotated[
 PrefixCaching = Annotated[
     bool,
     typer.Option(
-        "--enable-prefix-caching/--no-enable-prefix-caching",
         "--prefix-cache/--no-prefix-cache",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
         help="Share the KV of requests that begin alike.",
         rich_help_panel=_ENGINE,
     ),

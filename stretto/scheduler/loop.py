@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stretto.engine.engine import Engine, InFlightStep
+from stretto.errors import EngineBroken
 from stretto.observe.timeline import Timeline
 from stretto.request import FinishReason, Request
 from stretto.scheduler.batch import StepOutput
+from stretto.scheduler.integrity import report
 from stretto.scheduler.scheduler import Scheduler
 
 
@@ -60,6 +62,8 @@ class Loop:
         self.timeline = timeline
         self.depth = scheduler.config.overlap_depth
         self.in_flight: deque[InFlightStep] = deque()
+        self._whole = True
+        """No turn was left in the middle of a change."""
         self._deadlines: list[tuple[float, int, Request]] = []
         self._ready: InFlightStep | None = None
         """Under a monitor: the oldest step, if its results were there when the turn began."""
@@ -70,17 +74,26 @@ class Loop:
         return bool(self.in_flight) or self.scheduler.runnable or self.scheduler.has_ended
 
     def turn(self) -> list[StepOutput]:
-        """One turn of the loop that the overlap depth selects. hot path"""
+        """One turn of the loop that the overlap depth selects. hot path
+
+        An exception from outside (a signal handler) is harmless while the host waits; after one in the middle of a
+        change nothing can be trusted, and every later turn raises EngineBroken.
+        """
+        if not self._whole:
+            raise EngineBroken("an exception broke off a step in the middle of a change; make a new engine")
         if self.scheduler.monitor is not None:
             self._ready = self.in_flight[0] if self.in_flight and self.in_flight[0].is_done() else None
         outputs = self.overlap_loop() if self.depth else self.normal_loop()
         self.timeline.turn_done()
+        if not outputs and not self.in_flight and self.scheduler.runnable:
+            raise EngineBroken(f"requests wait, but nothing can ever run:\n{report(self.scheduler)}")
         return outputs
 
     def normal_loop(self) -> list[StepOutput]:
         """Receive, schedule, launch, and wait for the results: nothing overlaps."""
         outputs = self._receive()
-        self._schedule_and_launch()
+        if not self.in_flight:  # else the turn before was broken off while it waited
+            self._schedule_and_launch()
         while self.in_flight:
             outputs.append(self._process_oldest())
         return outputs
@@ -118,19 +131,23 @@ class Loop:
         if self.scheduler.monitor is not None and self._ready in self.in_flight:
             self.scheduler.monitor.oldest_result_ready_before_schedule()
         self.timeline.schedule()
+        self._whole = False
         plan = self.scheduler.schedule()
-        if plan is None:
-            return False
-        self.timeline.launch(plan)
-        self.in_flight.append(self.engine.launch(plan))
-        self.timeline.launched()
-        return True
+        if plan is not None:
+            self.timeline.launch(plan)
+            self.in_flight.append(self.engine.launch(plan))
+            self.timeline.launched()
+        self._whole = True
+        return plan is not None
 
     def _process_oldest(self) -> StepOutput:
-        step = self.in_flight.popleft()
+        step = self.in_flight[0]
         self.timeline.wait(step)
         step.wait()
+        self._whole = False
+        self.in_flight.popleft()
         self.timeline.process()
         output = self.scheduler.process(step.plan, self.engine.results(step))
         self.timeline.step_done(step, runnable=bool(self.in_flight) or self.scheduler.runnable)
+        self._whole = True
         return output
