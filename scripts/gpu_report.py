@@ -1,4 +1,4 @@
-"""Turns a JUnit file of the GPU tests into the small JSON that is kept: counts per file, date, GPU, driver, versions."""
+"""Turns a JUnit file of the GPU tests into the small JSON that is kept: counts, date, GPU, driver, versions."""
 
 from __future__ import annotations
 
