@@ -1,8 +1,8 @@
 """What it costs to watch: the step timeline (always on) and the hidden-sync guard in `count`, at batch 1.
 
 The timeline's own calls of one step are timed by themselves, on the device's real events, and set against the median
-step of the model. For the guard two engines in one process take turns, without and with it, and the median of the
-ratios within a round is reported.
+step of the model. For the guard three engines in one process take turns: without it, with it, and without it again.
+The medians of the ratios within a round are reported; that of the third engine to the first says how far to trust them.
 
     python benchmarks/timeline_cost.py [--model smollm2-135m] [--device auto] [--rounds 9] [--out FILE]
 """
@@ -26,6 +26,7 @@ from stretto.observe.timeline import Timeline
 
 RESULTS = Path(__file__).parent / "results"
 CALLS = 20_000
+ENGINES = {"off": "off", "count": "count", "off again": "off"}
 
 
 def _device(name: str) -> Device:
@@ -82,6 +83,10 @@ def step_ms(llm: LLM) -> float:
     return 1e3 * float(median((ends[1:] - ends[:-1]).tolist()))
 
 
+def _ratio(rates: list[float], base: list[float]) -> float:
+    return median(rate / other for rate, other in zip(rates, base, strict=True))
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -102,13 +107,14 @@ def main() -> None:
     }
     with ExitStack() as stack:
         llms = {
-            mode: stack.enter_context(LLM(arguments.model, sync_guard=mode, **options)) for mode in ("off", "count")
+            name: stack.enter_context(LLM(arguments.model, sync_guard=mode, **options))
+            for name, mode in ENGINES.items()
         }
         for llm in llms.values():
             run_once(llm, 8)
         rates: dict[str, list[float]] = {mode: [] for mode in llms}
         for number in range(arguments.rounds):
-            for mode in list(llms)[:: 1 if number % 2 else -1]:
+            for mode in [*list(llms)[number % 3 :], *list(llms)[: number % 3]]:
                 rates[mode].append(run_once(llms[mode], arguments.new_tokens))
         step = step_ms(llms["off"])
         device = llms["off"].device
@@ -122,18 +128,12 @@ def main() -> None:
         "step_ms": step,
         "timeline_us_per_step": cost,
         "timeline_share_of_step": 1e-3 * cost / step,
-        "count_over_off": median(c / o for c, o in zip(rates["count"], rates["off"], strict=True)),
+        "count_over_off": _ratio(rates["count"], rates["off"]),
+        "off_again_over_off": _ratio(rates["off again"], rates["off"]),
         "hidden_syncs": syncs,
         "tokens_per_s": rates,
     }
-    for name in (
-        "device",
-        "step_ms",
-        "timeline_us_per_step",
-        "timeline_share_of_step",
-        "count_over_off",
-        "hidden_syncs",
-    ):
+    for name in sorted(report.keys() - {"versions", "tokens_per_s"}):
         print(f"{name}: {report[name]}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

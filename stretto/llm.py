@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from stretto.config import EngineConfig, SchedulerConfig
-from stretto.errors import InvalidRequest, NotSupported, StrettoError
+from stretto.errors import EngineBroken, InvalidRequest, NotSupported, StrettoError
 from stretto.interrupts import InterruptGate, held_interrupts
 from stretto.jobs import JobRunner, Work
 from stretto.layers.formats import resolve_dtype
@@ -160,7 +160,8 @@ class LLM:
                         progress.ended(sample.num_tokens)
                     gate.check()
         except BaseException:
-            self._runner.abort(jobs)
+            with suppress(EngineBroken):  # what broke it is raised here
+                self._runner.abort(jobs)
             raise
         self._runner.settle()
         return [job.output() for job in jobs]
