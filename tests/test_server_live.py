@@ -22,7 +22,7 @@ from stretto.server import live as live_module
 from stretto.server.errors import ApiError, engine_dead
 from stretto.server.frontend import Frontend
 from stretto.server.live import LiveFeed
-from tests.helpers.server_process import PATIENCE, ServerProcess, wait_until
+from tests.helpers.server_process import PATIENCE, ServerProcess
 
 
 @contextmanager
@@ -230,16 +230,3 @@ def test_a_browser_that_has_the_page_is_told_so(server: ServerProcess) -> None:
     tag = server.call("GET", "/", None)[2]["etag"]
     status, body, _ = server.call("GET", "/", None, {"if-none-match": tag})
     assert (status, body) == (304, b"")
-
-
-def test_watchers_do_not_keep_a_server_from_stopping(dummy_model: Any) -> None:
-    with ServerProcess(dummy_model, "--max-model-len", "64", "--api-key", "secret") as server:
-        assert server.call("GET", "/engine/live", None)[0] == 401
-        assert server.call("GET", "/", None)[0] == 200
-        request = urllib.request.Request(server.url + "/engine/live", headers={"authorization": "Bearer secret"})
-        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-            assert json.loads(response.readline()[6:])["kind"] == "engine"
-            server.process.terminate()
-            response.read()  # raises IncompleteRead if it is cut instead of ended
-        wait_until(lambda: server.process.poll() is not None, "the server to end")
-        assert server.process.returncode == 0

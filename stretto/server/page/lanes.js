@@ -100,9 +100,9 @@ const lanes = {
     this.chosen = step;
     $("step-details").textContent = step === null ? "Point at a step, or use the arrow keys."
       : `Step ${step.index}: device ${duration(step.device_end - step.device_begin)}, host `
-        + `${duration(step.launch_end - step.receive_begin + step.process_end - step.block_end)}, queued `
-        + `${duration(step.lead_s)} ahead, waited ${duration(step.block_end - step.block_begin)}`
-        + (step.bubble_s > 0 ? `, bubble before ${duration(step.bubble_s)}` : "");
+        + `${duration(step.launch_end - step.receive_begin + step.process_end - step.block_end)}, waited `
+        + `${duration(step.block_end - step.block_begin)}, lead ${duration(step.lead_s)}`
+        + (step.bubble_s > 0 ? `, bubble ${duration(step.bubble_s)}` : "");
     this.redraw();
   },
 
