@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from typer.testing import CliRunner
 
 from stretto import InvalidRequest, SamplingParams
 from stretto.cli.app import app
+from stretto.device.checking import CheckingDevice
 from stretto.observe import profile
 from stretto.observe.record import request_spans
-from stretto.observe.trace import Severity, analyze
+from stretto.observe.timeline import Timeline
+from stretto.observe.trace import Cause, Severity, analyze
 from tests.helpers.dummy_model import write_dummy_model
 from tests.helpers.llm_fixture import dummy_llm
 
@@ -94,6 +97,38 @@ def test_an_injected_sync_is_found_in_the_trace(
     assert "inject.py" in found[0].location
     assert function in found[0].location
     assert STEPS - 1 <= found[0].count <= STEPS  # the last launch delays nothing any more
+
+
+def test_a_slow_host_is_named_in_the_trace(tmp_path: Path) -> None:
+    findings = analyze(_record(tmp_path, inject="slow-host=20ms")).devices[0].findings
+    late = max(findings, key=lambda one: one.idle_ns)
+    assert late.cause is Cause.HOST_LATE
+    assert "compute_on_the_host" in late.location
+    assert not any(one.is_hidden_sync for one in findings)
+
+
+def test_nvtx_ranges_carry_the_same_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    open_ranges: list[str] = []
+    seen: list[tuple[str, ...]] = []
+
+    def push(name: str) -> None:
+        open_ranges.append(name)
+        seen.append(tuple(open_ranges))
+
+    monkeypatch.setattr("stretto.observe.annotations._NVTX", True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nvtx.range_push", push)
+    monkeypatch.setattr("torch.cuda.nvtx.range_pop", open_ranges.pop)
+    timeline = Timeline(CheckingDevice(0))
+    timeline.receive()
+    timeline.schedule()
+    timeline.launch(SimpleNamespace(index=0))
+    timeline.launched()
+    timeline.turn_done()
+    step = "stretto.step 0"
+    phases = ("stretto.receive", "stretto.schedule", "stretto.launch")
+    assert seen == [(step,), *((step, phase) for phase in phases)]
+    assert open_ranges == []
 
 
 def test_the_command_records_another_command(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from stretto.engine.engine import Engine, InFlightStep
 from stretto.engine.staging import PlanLayout, ResultBuffers, RingEntry
-from stretto.observe.annotations import Span, spans_wanted
+from stretto.observe.annotations import Span, span, spans_wanted
 from stretto.observe.inject import Faults, Injector
 from stretto.observe.sync_guard import SyncGuard
 from stretto.observe.watched_stream import WatchedStream
@@ -44,9 +44,11 @@ class ObservedEngine(Engine):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
-        if self._injector is not None:
-            self._injector.before_launch(self._staging_stream)
-        return super().launch(plan)
+        if self._injector is None:
+            return super().launch(plan)
+        self._injector.before_launch(self._staging_stream)
+        with span("stretto.launch"):  # in a trace, what came before it is the host's lateness
+            return super().launch(plan)
 
     def _return_results(self, plan: StepPlan, entry: RingEntry) -> None:
         if self._injector is not None:

@@ -112,9 +112,14 @@ class Injector:
         if isinstance(self._device, CheckingDevice):
             self._device.host_work(seconds)
             return
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            hashlib.sha256(_BLOCK)
+        compute_on_the_host(seconds)
+
+
+def compute_on_the_host(seconds: float) -> None:
+    """The slow host."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        hashlib.sha256(_BLOCK)
 
 
 def look_at_samples(tokens_S: torch.Tensor) -> None:

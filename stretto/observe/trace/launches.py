@@ -225,7 +225,7 @@ def _by_step(trace: Trace) -> Ints:
             & (host.end[launches] <= host.end[row])
         ]
         if len(inside):
-            of_step[step] = int(inside[0])
+            of_step[step] = int(inside[-1])  # of nested ones the innermost
     for i, name in enumerate(trace.device.name.tolist()):
         words = trace.names[name].removeprefix(WORK).split()
         if trace.names[name].startswith(WORK) and len(words) > 1:
