@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from stretto.observe.trace.kinds import Severity
 from stretto.observe.verdict import Verdict, judge
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
+from tests.helpers.llm_fixture import assert_idle, dummy_llm
 from tests.helpers.simulation import Simulation, small_config
 
 STEP_S, TURN_S, CALL_S = 10e-3, 1e-3, 1e-6
@@ -204,3 +206,31 @@ def test_a_sync_in_the_works_own_code_is_found_too() -> None:
 def _line(file: str, number: int) -> str:
     with open(file, encoding="utf-8") as source:
         return source.readlines()[number - 1].split("  #")[0].strip()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_real_decoder_syncs_nothing_in_any_mix(tmp_path: Path, depth: int) -> None:
+    """Chunks, cache hits, a client that leaves, and all of sampling at once: `raise` would end the run."""
+    each = [
+        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+        SamplingParams(temperature=0.9, max_tokens=8),
+        SamplingParams(top_k=5, max_tokens=8),
+        SamplingParams(top_p=0.8, max_tokens=8),
+        SamplingParams(min_p=0.1, max_tokens=8),
+        SamplingParams(min_tokens=5, stop_token_ids=[3, 4], max_tokens=8),
+        SamplingParams(logprobs=3, max_tokens=8),
+        SamplingParams(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2, max_tokens=8),
+        SamplingParams(logit_bias={3: 4.0}, max_tokens=8),
+    ]
+    options = {"max_num_batched_tokens": 32, "page_size": 16, "num_pages": 80, "sync_guard": "raise"}
+    with dummy_llm(tmp_path, overlap_depth=depth, **options) as llm:
+        prompts = [{"prompt_token_ids": [5] * 70 + [7 + number]} for number in range(len(each))]
+        for _ in range(2):
+            stream = llm.stream({"prompt_token_ids": [9] * 40}, each[0])
+            next(stream)
+            llm.generate(prompts, each, use_tqdm=False)
+            stream.close()
+        stats = llm.stats()
+        assert stats.cached_tokens > 0
+        assert stats.hidden_syncs == 0
+        assert_idle(llm)
