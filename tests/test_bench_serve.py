@@ -332,6 +332,17 @@ def test_a_server_that_is_not_there_is_named() -> None:
     assert "http://127.0.0.1:9/v1/models" in ran.stderr
 
 
+def test_a_server_that_is_still_loading_is_waited_for() -> None:
+    options = ("--num-prompts", "1", "--num-warmups", "0", "--ready-timeout")
+    with FakeOpenAI(lambda body: [chat("x", "stop"), DONE]) as fake:
+        fake.loading = 2
+        assert command("--base-url", fake.url, *options, "60").returncode == 0
+        fake.loading = 10**6
+        ran = command("--base-url", fake.url, *options, "0.7")
+    assert ran.returncode == 1
+    assert "not ready after 0.7 s: it answers 503" in ran.stderr
+
+
 def test_the_plot_survives_runs_without_values() -> None:
     with FakeOpenAI(lambda body: [], status=500) as fake:
         report = bench_serve(Target(fake.url, "m"), plan(2))

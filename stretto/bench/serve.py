@@ -154,9 +154,31 @@ def open_session(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession
     )
 
 
+async def wait_until_ready(base_url: str, api_key: str | None, seconds: float) -> None:
+    """Wait until the server listens and does not answer 503 (as it does while it loads). Raises ServerUnusable."""
+    url = _models_url(base_url)
+    until = time.monotonic() + seconds
+    why = ""
+    async with open_session(api_key, 30.0) as session:
+        while time.monotonic() < until:
+            try:
+                async with session.get(url) as response:
+                    if response.status != 503:
+                        return
+                    why = "it answers 503"
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+            await asyncio.sleep(min(0.5, max(0.0, until - time.monotonic())))
+    raise ServerUnusable(f"{url} is not ready after {seconds:g} s: {why}")
+
+
+def _models_url(base_url: str) -> str:
+    return base_url.rstrip("/").removesuffix("/v1") + "/v1/models"
+
+
 async def first_model(base_url: str, api_key: str | None) -> str:
     """The name of the model that the server serves. Raises ServerUnusable."""
-    url = base_url.rstrip("/").removesuffix("/v1") + "/v1/models"
+    url = _models_url(base_url)
     try:
         async with open_session(api_key, 30.0) as session, session.get(url) as response:
             response.raise_for_status()

@@ -43,6 +43,15 @@ def serve(
         bool, typer.Option("--ignore-eos", help="Ask for full outputs (no field of OpenAI's).", rich_help_panel=SERVER)
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that one request may take.", rich_help_panel=SERVER)] = 3600.0,
+    ready_timeout: Annotated[
+        float,
+        typer.Option(
+            "--ready-timeout",
+            "--ready-check-timeout-sec",
+            help="Seconds to wait for a server that is still starting.",
+            rich_help_panel=SERVER,
+        ),
+    ] = 0.0,
     workload: Annotated[
         str, typer.Option("--workload", "--dataset-name", help=", ".join(WORKLOADS), rich_help_panel=WORKLOAD)
     ] = "random",
@@ -99,7 +108,7 @@ def serve(
     with reported_failures(debug):
         import asyncio
 
-        from stretto.bench.serve import bench_serve, first_model
+        from stretto.bench.serve import bench_serve, first_model, wait_until_ready
         from stretto.bench.serve_figures import parse_goodput, parse_percentiles
         from stretto.bench.serve_request import PATHS, Target
         from stretto.errors import InvalidRequest
@@ -126,6 +135,8 @@ def serve(
             raise InvalidRequest(f"max_concurrency is {max_concurrency}; allowed: at least 1")
         load = replace(load, max_concurrency=max_concurrency, num_warmups=num_warmups)
         key = api_key or os.environ.get("OPENAI_API_KEY")
+        if ready_timeout > 0:
+            asyncio.run(wait_until_ready(base_url, key, ready_timeout))
         name = model or asyncio.run(first_model(base_url, key))
         target = Target(base_url, name, endpoint, fields)  # type: ignore[arg-type]  # checked above
         settings = {

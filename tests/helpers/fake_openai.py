@@ -40,6 +40,8 @@ class FakeOpenAI:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.open = self.most_open = 0
+        self.loading = 0
+        """Questions for the models that are still to be answered with a 503."""
         self.lock = threading.Lock()
         self.gate: threading.Barrier | None = None
         """Where requests wait for each other before they are answered."""
@@ -49,7 +51,8 @@ class FakeOpenAI:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                self._whole(200, {"data": [{"id": "made-by-hand"}]})
+                fake.loading -= 1
+                self._whole(200 if fake.loading < 0 else 503, {"data": [{"id": "made-by-hand"}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
