@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
@@ -24,7 +23,6 @@ from stretto.models.loader import load_config, load_model
 from stretto.models.resolve import ResolvedModel, resolve_model
 from stretto.tokenizer import Tokenizer
 
-T = TypeVar("T")
 Progress = Callable[[str, float], None]
 """Told what is being done and how much of it is (0 to 1)."""
 
@@ -65,8 +63,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
         model_config = load_config(resolved)
         tokenizer = _tokenizer(config, resolved)
         max_model_len = _max_model_len(config, model_config)
-        model = _on_device(
-            device,
+        model = device.call(
             lambda: load_model(
                 resolved,
                 dtype=config.dtype,
@@ -79,7 +76,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
         )
         memory = _memory(config, model, max_model_len, device)
         scheduler_config = _scheduler_config(config, model, max_model_len, tokenizer, device, memory)
-        attention, make_runner = _on_device(device, lambda: _attention(config, scheduler_config, model, device))
+        attention, make_runner = device.call(lambda: _attention(config, scheduler_config, model, device))
         say("ready", 1.0)
         return Parts(scheduler_config, device, model, attention, model_config, tokenizer, make_runner, memory)
     except BaseException:
@@ -99,25 +96,6 @@ def _device(config: EngineConfig) -> Device:
     if kind != "cuda" or (index and not index.isdigit()):
         raise InvalidRequest(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
     return CudaDevice(int(index or 0))
-
-
-def _on_device(device: Device, make: Callable[[], T]) -> T:
-    """Run `make` as work of the device: on a CPU one thread must own all torch work. Blocks; re-raises its error."""
-    made: list[T] = []
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            made.append(make())
-        except BaseException as error:
-            failed.append(error)
-
-    stream = device.stream("start-up")
-    stream.run(work)
-    stream.synchronize()
-    if failed:
-        raise failed[0]
-    return made[0]
 
 
 def _tokenizer(config: EngineConfig, resolved: ResolvedModel) -> Tokenizer | None:

@@ -121,7 +121,9 @@ class Runtime:
             cache = RadixCache(self._pool, config.page_size) if config.enable_prefix_caching else NoCache()
         check = os.environ.get("STRETTO_CHECK", "0") not in ("", "0")
         checked = check or device.checking
-        self.engine = engine_type(config, device, model, attention, checked=checked, make_runner=make_runner)
+        self.engine = device.call(
+            lambda: engine_type(config, device, model, attention, checked=checked, make_runner=make_runner)
+        )
         self.scheduler = scheduler_type(
             config,
             device,
@@ -344,7 +346,7 @@ class Runtime:
             overlap_depth=self.scheduler_config.overlap_depth,
             num_pages=self.scheduler_config.num_pages - 1,
             num_free_pages=self._pool.num_free + self.scheduler.cache.num_evictable,
-            num_cached_pages=sum(1 for _ in self.scheduler.cache.held()),
+            num_cached_pages=self.scheduler.cache.num_held,
             cached_tokens=self.scheduler.lifecycle.num_cached_tokens,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,

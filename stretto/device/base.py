@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import torch
 
 from stretto.errors import StrettoError
 
+T = TypeVar("T")
 Region = tuple[str, int]
 """A named piece of memory that the host and streams share, e.g. ("staging.host", 1), ("page", 17), ("row", 3)."""
 
@@ -139,6 +140,13 @@ class Device(Protocol):
 
     def running(self) -> AbstractContextManager[None]:
         """The scope in which the owner of the engine loop runs it; tunes the interpreter for it where that matters."""
+
+    def call(self, make: Callable[[], T]) -> T:
+        """What `make` returns, made where the device's torch work is done. Blocks; for start-up only.
+
+        On a CPU that is the worker thread: torch work on a second thread would give it an OpenMP pool of its own, and
+        with more OpenMP threads than cores every parallel region waits for a sleeping thread.
+        """
 
     def close(self) -> None:
         """End the device's threads after the work enqueued so far. Idempotent."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from stretto.device.base import Access, Device, DeviceClosed, Event, HostBuffer, Region, Stream
+from stretto.device.base import Access, Device, DeviceClosed, Event, HostBuffer, Region, Stream, T
 from stretto.device.checker import AccessChecker, PoisonRegion
 from stretto.device.faults import Fault
 from stretto.device.happens_before import Point
@@ -137,6 +137,10 @@ class CheckingDevice(Device):
     def running(self) -> AbstractContextManager[None]:
         """Nothing to tune: there is one thread."""
         return nullcontext()
+
+    def call(self, make: Callable[[], T]) -> T:
+        """Runs `make` at once: there is one thread."""
+        return make()
 
     def close(self) -> None:
         """Let all work take effect, then take no more. Idempotent; raises nothing if work fails."""

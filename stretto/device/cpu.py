@@ -26,7 +26,7 @@ from queue import SimpleQueue
 
 import torch
 
-from stretto.device.base import Access, Device, DeviceClosed, Event, HostBuffer, Region, Stream
+from stretto.device.base import Access, Device, DeviceClosed, Event, HostBuffer, Region, Stream, T
 from stretto.device.faults import Fault
 from stretto.device.host_memory import shared_buffer
 from stretto.device.switch_interval import switch_interval
@@ -96,6 +96,24 @@ class CpuDevice(Device):
         worker of the GIL (`switch_interval.py`). Scopes may nest.
         """
         return switch_interval.short()
+
+    def call(self, make: Callable[[], T]) -> T:
+        """Runs `make` on the worker; re-raises its error as it is."""
+        made: list[T] = []
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                made.append(make())
+            except BaseException as error:
+                failed.append(error)
+
+        stream = self.stream("start-up")
+        stream.run(work)
+        stream.synchronize()
+        if failed:
+            raise failed[0]
+        return made[0]
 
     def close(self) -> None:
         """Run what is enqueued, then end the worker. Blocks until it has ended. Idempotent."""

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from stretto.device.base import Access, Device, DeviceClosed, DeviceFault, Event, HostBuffer, Region, Stream
+from stretto.device.base import Access, Device, DeviceClosed, DeviceFault, Event, HostBuffer, Region, Stream, T
 from stretto.device.faults import Fault
 from stretto.device.host_memory import shared_buffer
 from stretto.errors import NotSupported, StrettoError
@@ -82,6 +82,12 @@ class CudaDevice(Device):
     def running(self) -> AbstractContextManager[None]:
         """Nothing to tune: no second thread wants the GIL."""
         return nullcontext()
+
+    def call(self, make: Callable[[], T]) -> T:
+        """Runs `make` at once and waits for what it put on the GPU."""
+        made = make()
+        torch.cuda.synchronize(self.torch_device)
+        return made
 
     def close(self) -> None:
         """Wait for the GPU's work, then take no more. Idempotent. Raises nothing if work failed."""

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from stretto.device.base import Access, Device, Event, HostBuffer, Region, Stream
+from stretto.device.base import Access, Device, Event, HostBuffer, Region, Stream, T
 from stretto.device.checker import AccessChecker, PoisonRegion
 from stretto.device.cpu import CpuDevice, CpuEvent, CpuStream
 from stretto.device.happens_before import Point
@@ -101,6 +101,10 @@ class DelayedCpuDevice(Device):
     def running(self) -> AbstractContextManager[None]:
         """As `CpuDevice.running`."""
         return self._inner.running()
+
+    def call(self, make: Callable[[], T]) -> T:
+        """As `CpuDevice.call`."""
+        return self._inner.call(make)
 
     def close(self) -> None:
         """Run what is enqueued, then end the worker. Blocks until it has ended. Idempotent."""
