@@ -177,6 +177,10 @@ class CacheThatEvictsPagesInUse:
     def held(self) -> list[int]:
         return self.pages
 
+    @property
+    def num_held(self) -> int:
+        return len(self.pages)
+
 
 Make = Callable[[SchedulerConfig, Device, ExactModel, ExactAttention], Runtime]
 

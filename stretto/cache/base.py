@@ -82,6 +82,10 @@ class PrefixCache(Protocol):
         """Raise RuntimeError unless a walk over everything finds it sound."""
 
     @property
+    def num_held(self) -> int:
+        """Pages that the cache has a reference to."""
+
+    @property
     def num_evictable(self) -> int:
         """Pages that `evict` could free now; exact, at no cost."""
 
@@ -90,6 +94,7 @@ class NoCache:
     """A PrefixCache that never has anything."""
 
     num_evictable = 0
+    num_held = 0
 
     def lock(self, token_ids: TokenArray, key: CacheKey = NO_KEY) -> Prefix:
         """Nothing is cached."""

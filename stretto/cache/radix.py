@@ -241,6 +241,11 @@ class RadixCache:
             step = step.parent
         return parts
 
+    @property
+    def num_held(self) -> int:
+        """Pages that the cache has a reference to. Walks the nodes, not the pages."""
+        return sum(len(node.pages) for node in self._nodes())
+
     # -- for checks -------------------------------------------------------------------------------------------------
 
     def held(self) -> Iterator[int]:

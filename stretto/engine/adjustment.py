@@ -45,11 +45,12 @@ class AdjustmentTables:
             biases, tokens, end = ids + count, ids + 2 * count, at + part.num_words
             self.prompt_length_R[slot] = words[at]
             self.penalties_R3[slot] = words[at + 1 : ids].view(torch.float32)
-            self.is_penalised_R[slot] = int(part.penalised)
+            # fill_: assigning a number to an element copies it from pageable memory, and waits for that.
+            self.is_penalised_R[slot].fill_(int(part.penalised))
             self.bias_ids_RK[slot, :count] = words[ids:biases]
-            self.bias_ids_RK[slot, count:] = 0
+            self.bias_ids_RK[slot, count:].fill_(0)
             self.biases_RK[slot, :count] = words[biases:tokens].view(torch.float32)
-            self.biases_RK[slot, count:] = _NO_BIAS
+            self.biases_RK[slot, count:].fill_(_NO_BIAS)
             token_ids_RL[slot, : part.num_cached] = words[tokens:end]
             at = end
 

@@ -58,9 +58,9 @@ class DeviceTables:
 
     def poison_row(self, slot: int) -> None:
         """Make a released row useless: no valid token, no page, no length."""
-        self.token_ids_RL[slot] = POISON
-        self.page_table_RM[slot] = 0
-        self.length_R[slot] = POISON
+        self.token_ids_RL[slot].fill_(POISON)
+        self.page_table_RM[slot].fill_(0)
+        self.length_R[slot].fill_(POISON)
 
     def sampling_rows(self, slot_S: torch.Tensor, position_S: torch.Tensor, mix: SamplingMix) -> SamplingRows:
         """Sampling parameters of the sampled rows; what `mix` says is unused is not gathered."""
