@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from stretto.device.cpu import CpuDevice
 from stretto.device.delayed import DelayedCpuDevice
 from stretto.request import SamplingParams
 from stretto.scheduler.integrity import IntegrityError
+from tests.helpers.dummy_model import write_dummy_model
 from tests.helpers.simulation import Simulation, small_config
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -75,3 +81,39 @@ def test_a_length_that_differs_from_the_device_is_found(monkeypatch: pytest.Monk
             simulation.run()
     finally:
         device.close()
+
+
+COUNT_THREADS = """
+import os, sys
+from stretto.assembly import assemble
+from stretto.config import EngineConfig
+from stretto.request import SamplingParams
+from stretto.runtime import Runtime
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+config = EngineConfig(
+    model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True, num_threads=2, max_num_seqs=1024, device="cpu"
+)
+parts = assemble(config)
+parts.device.call(lambda: __import__("torch").ones(1000, 1000).sum())  # the worker has its pool now, if not before
+before = threads()
+runtime = Runtime(parts.config, parts.device, parts.model, parts.attention)
+runtime.add([5] * 20, SamplingParams(max_tokens=3, ignore_eos=True))
+while runtime.has_work:
+    runtime.step()
+print(before, threads())
+runtime.close()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_a_cpu_engine_has_one_openmp_pool(tmp_path: Path) -> None:
+    """With a second one there are more OpenMP threads than cores, and each parallel region waits for a sleeper."""
+    model = write_dummy_model(tmp_path)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", COUNT_THREADS, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    before, after = done.stdout.split()
+    assert before == after
