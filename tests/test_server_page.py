@@ -265,7 +265,7 @@ def test_everything_can_be_done_from_the_keyboard(tab: Tab) -> None:
         assert place[0] != "none" or place[1] == "rgb(37, 111, 91)", seen[-1]  # the accent: one sees where one is
         tab.page.keyboard.press("Tab")
     wanted = ["skip", "new-chat", "open-settings", "messages", "prompt", "send", "fewer", "more", "pause", "lanes"]
-    assert [name for name in seen if name in wanted]== wanted
+    assert [name for name in seen if name in wanted] == wanted
     tab.page.evaluate("document.activeElement.blur()")
     tab.page.keyboard.press("/")
     tab.page.keyboard.type("a")
