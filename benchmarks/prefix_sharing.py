@@ -22,11 +22,11 @@ from stretto.runtime import Runtime
 REQUESTS, SHARED, OWN = 32, 512, 16
 
 
-def prefill_s(runtime: Runtime, seed: int) -> float:
+def prefill_s(runtime: Runtime, seed: int, requests: int = REQUESTS) -> float:
     """Seconds until all requests have their first token."""
     random = np.random.default_rng(seed)
     prefix = random.integers(5, 40_000, SHARED).tolist()
-    for _ in range(REQUESTS):
+    for _ in range(requests):
         prompt = prefix + random.integers(5, 40_000, OWN).tolist()
         runtime.add(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
     begin = time.perf_counter()
@@ -48,7 +48,7 @@ def main() -> None:
         for caching in (True, False):
             config = EngineConfig(model=arguments.model, enable_prefix_caching=caching, max_num_seqs=REQUESTS)
             runtime = Runtime.start(config)
-            prefill_s(runtime, 1_000_000)  # warm up
+            prefill_s(runtime, 1_000_000, 1)  # warm up
             seconds["cached" if caching else "uncached"] = prefill_s(runtime, number)
             runtime.close()
         rounds.append(seconds)
