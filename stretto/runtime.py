@@ -124,6 +124,8 @@ class Runtime:
         self.engine = device.call(
             lambda: engine_type(config, device, model, attention, checked=checked, make_runner=make_runner)
         )
+        if make_runner is not EagerRunner:
+            self.engine.prepare()
         self.scheduler = scheduler_type(
             config,
             device,

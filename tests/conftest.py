@@ -5,6 +5,8 @@ import os
 # Correctness does not depend on it, and test processes share few cores. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,10 @@ if not torch.cuda.is_available():
 
 from stretto.models import embedded
 from tests.helpers.server_fixture import client, dummy_model, server  # noqa: F401
+
+# A shell that runs the tests in the background ignores Ctrl-C for them; some of them are about it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ class Engine:
     ) -> None:
         """`checked`: results carry the device's lengths, and released pages and rows are poisoned.
 
-        `make_runner` chooses how steps run. May block the host, while the runner prepares itself.
+        `make_runner` chooses how steps run.
         """
         self.config = config
         self._checked = checked
@@ -91,9 +91,11 @@ class Engine:
                 self._lengths_B if checked else None,
             )
         )
-        if make_runner is not EagerRunner:
-            self.stream.run(self.runner.prepare)
-            self.stream.synchronize()
+
+    def prepare(self) -> None:
+        """Let the runner prepare itself (compile, capture). Blocks the host; call it once, before the first step."""
+        self.stream.run(self.runner.prepare)
+        self.stream.synchronize()
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Enqueue a step; returns at once, before anything of it is done. hot path"""
