@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+
+
+def wait_until(page: Any, condition: str) -> None:
+    """Wait for a condition on the page, which forbids the `eval` that playwright's own waiting needs."""
+    end = time.monotonic() + 30
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, f"never true: {condition}"
+        time.sleep(0.02)
 
 
 def page_of(folder: Path, *hosts: Host) -> Path:
@@ -122,7 +131,7 @@ def test_the_wheel_zooms_at_the_pointer_and_dragging_pans(lost: Page) -> None:
     under = lost.page.evaluate("(x) => stretto.timeline.time(x)", 600)
     lost.page.mouse.move(x, y)
     lost.page.mouse.wheel(0, -240)
-    lost.page.wait_for_function("stretto.timeline.range < 3e6")
+    wait_until(lost.page, "stretto.timeline.range < 3e6")
     assert lost.page.evaluate("(x) => stretto.timeline.time(x)", 600) == pytest.approx(under, abs=2e3)
     before = lost.range()
     lost.page.mouse.down()
@@ -219,8 +228,8 @@ def test_ten_thousand_steps_stay_responsive(browser: Any, tmp_path: Path) -> Non
     assert max(drawn) < 6 * 1280 * rows
     assert page.page.evaluate("document.querySelectorAll('#steps-body .row').length") < 60
     page.page.evaluate("document.getElementById('steps-scroll').scrollTop = 9990 * 28")
-    page.page.wait_for_function(
-        "[...document.querySelectorAll('#steps-body .row')].some((r) => r.innerText.startsWith('9995'))"
+    wait_until(
+        page.page, "[...document.querySelectorAll('#steps-body .row')].some((r) => r.innerText.startsWith('9995'))"
     )
     assert page.trouble == []
     page.page.close()
