@@ -13,10 +13,12 @@ MAX_OVERLAP_DEPTH = 8
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int4")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
+CONTROL_TRANSPORTS = ("auto", "shared-memory", "zeromq", "gloo")
 _MOST = {
     "max_num_seqs": 16_384,
     "max_num_batched_tokens": 2**20,
     "max_logprobs": 1_000,
+    "tensor_parallel_size": 1_024,
     "num_threads": max(256, os.cpu_count() or 1),
 }
 """Beyond these, tables or threads would not fit into any machine."""
@@ -28,6 +30,7 @@ BatchPolicy = Literal["mixed", "prefill-first"]
 LoadFormat = Literal["auto", "dummy"]
 SyncGuardMode = Literal["off", "count", "raise"]
 AttentionBackendName = Literal["auto", "torch", "triton"]
+ControlTransport = Literal["auto", "shared-memory", "zeromq", "gloo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,16 @@ class EngineConfig:
     """Watch for hidden syncs: `count` keeps findings, `raise` ends the run. Default: STRETTO_SYNC_GUARD, or off."""
     inject: str | Sequence[str] = ()
     """Faults on purpose, to see what they do: `sync@sample`, `pageable@stage`, `slow-host=2ms`, `slow-device=5ms`."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the model: one process and one device each (one GPU, or a share of the CPU's cores)."""
+    nnodes: int = 1
+    """Hosts that the ranks are spread over, evenly."""
+    node_rank: int = 0
+    """Which of the hosts this one is; 0 leads."""
+    dist_init_addr: str | None = None
+    """`host:port` of host 0, where the ranks meet; None: a free port of this host (needs `nnodes` 1)."""
+    control_transport: ControlTransport = "auto"
+    """What carries the leader's turns to the other ranks; `auto` chooses by topology."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -189,6 +202,41 @@ class EngineConfig:
             raise InvalidRequest(f"enable_prefix_caching is {self.enable_prefix_caching!r}; allowed: True, False")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise InvalidRequest("num_pages and kv_cache_memory_bytes both given; give one of them")
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Raise InvalidRequest unless the ranks can be spread over the hosts, and the hosts can meet."""
+        size, nodes = self.tensor_parallel_size, self.nnodes
+        _at_least("tensor_parallel_size", size, 1)
+        _at_least("nnodes", nodes, 1)
+        _at_least("node_rank", self.node_rank, 0)
+        if size % nodes:
+            raise InvalidRequest(
+                f"tensor_parallel_size is {size} and nnodes {nodes}: ranks are spread evenly, so the one must be a "
+                "multiple of the other"
+            )
+        if self.node_rank >= nodes:
+            raise InvalidRequest(f"node_rank is {self.node_rank}; with nnodes {nodes} allowed are 0 to {nodes - 1}")
+        if self.control_transport not in CONTROL_TRANSPORTS:
+            raise InvalidRequest(
+                f"control_transport is {self.control_transport!r}; allowed: {', '.join(CONTROL_TRANSPORTS)}"
+            )
+        if self.dist_init_addr is not None:
+            split_address(self.dist_init_addr)
+        elif nodes > 1:
+            raise InvalidRequest(f"nnodes is {nodes}: give dist_init_addr, a host:port of host 0 that all hosts reach")
+        if nodes > 1 and self.control_transport == "shared-memory":
+            raise InvalidRequest(f"control_transport shared-memory is for one host; nnodes is {nodes}")
+        if size > 1 and self.device.startswith("cuda:"):
+            raise InvalidRequest(
+                f"device is {self.device!r} but tensor_parallel_size {size}: each rank takes a GPU of its own; give "
+                "device='cuda' (and CUDA_VISIBLE_DEVICES to choose which)"
+            )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each host."""
+        return self.tensor_parallel_size // self.nnodes
 
     def resolved_page_size(self, device_type: str) -> int:
         """Tokens per KV page: as given, or the device's default."""
@@ -199,6 +247,19 @@ class EngineConfig:
         if os.environ.get("STRETTO_DISABLE_OVERLAP", "0") not in ("", "0"):
             return 0
         return DEFAULT_OVERLAP_DEPTH[device_type] if self.overlap_depth is None else self.overlap_depth
+
+
+def split_address(address: object) -> tuple[str, int]:
+    """Host and port of `host:port` (an IPv6 address in brackets). Raises InvalidRequest."""
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not bare or (":" in bare and bare == host) or not port.isascii() or not port.isdigit():
+        raise InvalidRequest(
+            f"dist_init_addr is {address!r}; allowed: host:port, as in 10.0.0.1:29500 or [fd00::1]:29500"
+        )
+    if not 0 < int(port) < 2**16:
+        raise InvalidRequest(f"dist_init_addr is {address!r}; allowed ports: 1 to {2**16 - 1}")
+    return bare, int(port)
 
 
 def _at_least(name: str, value: object, least: int) -> None:

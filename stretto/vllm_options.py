@@ -43,7 +43,6 @@ _MEANS_NOTHING_ELSE: dict[str, tuple[object, ...]] = {
     "speculative_config": (None,),
     "structured_outputs_config": (None,),
     "task": ("auto", "generate"),
-    "tensor_parallel_size": (1,),
     "tokenizer_mode": ("auto", "hf"),
     "tokenizer_revision": (None,),
 }

@@ -33,7 +33,8 @@ def test_without_options_the_defaults_of_engine_config_hold(tmp_path: Path) -> N
         ({"async_scheduling": False}, {"overlap_depth": 0}),
         ({"async_scheduling": True}, {}),
         ({"trust_remote_code": True, "disable_log_stats": True}, {}),
-        ({"tensor_parallel_size": 1, "quantization": None, "enable_prefix_caching": None}, {}),
+        ({"pipeline_parallel_size": 1, "quantization": None, "enable_prefix_caching": None}, {}),
+        ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
         (
             {"gpu_memory_utilization": 0.5, "enforce_eager": True},
             {"gpu_memory_utilization": 0.5, "enforce_eager": True},
@@ -47,8 +48,8 @@ def test_vllm_options_that_mean_something_are_taken(options: dict[str, object], 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: not built yet; leave it at 1"),
-        ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: not built yet; leave it at 1"),
+        ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True"),
         ({"quantization": "awq"}, "quantization='awq': not built yet.*dtype='int4'"),
         ({"enable_lora": True}, "enable_lora"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),

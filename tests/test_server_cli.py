@@ -103,7 +103,7 @@ def test_a_bad_file_is_told(stretto: Command, tmp_path: Path, text: str, said: s
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--tensor-parallel-size", "2"), "tensor_parallel_size"),
+        (("--tensor-parallel-size", "0"), "tensor_parallel_size is 0"),
         (("--port", "70000"), "port is 70000"),
         (("--api-workers", "0"), "api_workers is 0"),
         (("--log-level", "loud"), "log_level"),
