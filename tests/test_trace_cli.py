@@ -139,3 +139,30 @@ def test_help_needs_neither_torch_nor_numpy() -> None:
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert done.stdout
         assert not {"torch", "numpy"} & set(done.stderr.split("'"))
+
+
+def test_explaining_a_stored_trace_loads_no_torch(files: dict[str, Path], tmp_path: Path) -> None:
+    told = f"""
+import sys
+sys.argv = ["stretto", "trace", "analyze", {str(files["lost"])!r}, "--html", {str(tmp_path / "t.html")!r},
+            "--json", {str(tmp_path / "t.json")!r}, "--perfetto", {str(tmp_path / "p.json")!r}]
+from stretto.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+loaded = [name for name in ("torch", "transformers") if name in sys.modules]
+assert not loaded, loaded
+"""
+    ended = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert all((tmp_path / name).stat().st_size for name in ("t.html", "t.json", "p.json"))
+
+
+def test_the_names_of_observe_come_when_they_are_used() -> None:
+    import stretto.observe
+
+    assert stretto.observe.SyncGuard.__module__ == "stretto.observe.sync_guard"
+    assert set(dir(stretto.observe)) >= {"HiddenSync", "SyncFinding", "SyncGuard", "profile"}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = stretto.observe.nothing  # type: ignore[attr-defined]
