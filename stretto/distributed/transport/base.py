@@ -1,0 +1,115 @@
+"""How the leader's bytes reach every follower: the interface, its errors and its limits.
+
+Owns no socket and no memory; each transport is a module beside this one, and `choice.py` picks one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from stretto.errors import StrettoError
+
+
+class TransportError(StrettoError):
+    """The control plane cannot go on; the transport must be closed. Says which rank and why."""
+
+
+class PeerGone(TransportError):
+    """The other side has ended. `orderly`: it closed its transport; else its process died or the connection broke."""
+
+    def __init__(self, rank: int, orderly: bool, detail: str = "") -> None:
+        self.rank, self.orderly = rank, orderly
+        who = "the leader (rank 0)" if rank == 0 else f"rank {rank}"
+        how = "closed the control plane" if orderly else "is gone: it died, or its connection broke"
+        super().__init__(f"{who} {how}" + (f" ({detail})" if detail else ""))
+
+
+class FollowerBehind(TransportError):
+    """A follower has not read for so long that what waits for it would exceed the limit."""
+
+    def __init__(self, rank: int, pending_bytes: int, patience_s: float) -> None:
+        self.rank = rank
+        super().__init__(
+            f"rank {rank} has not read its messages: {pending_bytes:,} bytes wait for it, and {patience_s:g} s brought "
+            "no room for more; it hangs or is far too slow"
+        )
+
+
+class ConnectFailed(TransportError):
+    """Not every rank connected in time, or who connected does not belong to this leader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one control plane; the same on all ranks (a follower is told the leader's where it matters)."""
+
+    largest_message: int = 256 * 2**20
+    """Bytes; a longer message is refused by `publish` (ValueError) and is an error where it arrives."""
+    pending_bytes: int = 16 * 2**20
+    """What may wait for a follower that does not read. A longer message is let through piece by piece, or alone."""
+    patience_s: float = 10.0
+    """How long `publish` waits for room before it raises FollowerBehind."""
+    linger_s: float = 2.0
+    """How long `close` of the leader waits for followers to take what was published."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.largest_message < 2**32:
+            raise ValueError(f"largest_message is {self.largest_message}; it must be between 1 and 2**32 - 1 bytes")
+        if self.pending_bytes < 64:
+            raise ValueError(f"pending_bytes is {self.pending_bytes}; it must be at least 64")
+        if self.patience_s < 0 or self.linger_s < 0:
+            raise ValueError(f"times must not be negative: {self}")
+
+    def check(self, data: bytes) -> None:
+        """Raises ValueError if a message is longer than allowed."""
+        if len(data) > self.largest_message:
+            raise ValueError(f"a message of {len(data):,} bytes; at most {self.largest_message:,} are allowed")
+
+
+class LeaderTransport(Protocol):
+    """Rank 0's end. Made listening: pass `address` to the followers, then `wait_for_followers`, then publish.
+
+    One thread at a time may call it. After any TransportError only `close` is allowed; other calls raise again.
+    """
+
+    @property
+    def address(self) -> str:
+        """What a follower needs besides rank and size. No blanks: fit for a command line or a store."""
+
+    def wait_for_followers(self, timeout_s: float) -> None:
+        """Wait until all ranks are connected; each gets everything from the first message on. Blocks the host.
+
+        Raises ConnectFailed, naming the missing ranks, after `timeout_s`; PeerGone if one connected and then ended.
+        """
+
+    def publish(self, data: bytes) -> None:
+        """Hand one message to all followers, in order, exactly once each. Never waits for a device.
+
+        Returns before the followers have read, as long as the limit on pending bytes allows; else it waits for room, at
+        most `patience_s`. Raises FollowerBehind after that, PeerGone if a follower has ended, ValueError if the message
+        is too long (then nothing was sent).
+        """
+
+    def check(self) -> None:
+        """Raise what `publish` would raise (PeerGone), sending nothing. Never blocks."""
+
+    def close(self) -> None:
+        """End it: followers read what was published, then get PeerGone(orderly). Blocks for at most `linger_s`.
+
+        Safe to call twice, at any time and after any error; raises nothing.
+        """
+
+
+class FollowerTransport(Protocol):
+    """The end of one of the ranks 1 to size - 1. Made connected. One thread at a time may call it."""
+
+    def receive(self, timeout_s: float | None) -> bytes | None:
+        """The next message. Waits at most `timeout_s` (None: for ever; 0: only looks), then returns None.
+
+        Raises PeerGone once the leader has ended and everything that arrived has been read; TransportError if what
+        arrives is not what a leader sends. Never returns a part of a message. Waiting leaves core and GIL free.
+        """
+
+    def close(self) -> None:
+        """End it: the leader's next `publish` raises PeerGone(orderly). Safe to call twice; raises nothing."""
