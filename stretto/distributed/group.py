@@ -1,0 +1,245 @@
+"""The tensor group: sums and gathers of tensors over the ranks of one model, as plain calls inside its forward.
+
+Owns the collective library and nothing else: who the ranks are, and how they find each other, is the caller's. Never
+used for control messages. Legend: X any leading dimensions, L the last dimension of one rank's part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,  # type: ignore[attr-defined]  # torch does not list it
+    AllreduceOptions,
+    PrefixStore,
+    Store,
+)
+
+from stretto.errors import EngineBroken, NotSupported
+
+DEFAULT_TIMEOUT_S = 60.0
+_TICK = datetime.timedelta(milliseconds=50)
+"""How often a waiting collective looks whether it was aborted. One that ends sooner never looks."""
+
+
+class TensorGroup(Protocol):
+    """The ranks that hold one model's shards. All make the same calls in the same order, each on its device's thread.
+
+    The result of a call is the same on every rank, to the bit.
+    """
+
+    rank: int
+    """From 0."""
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum `x` over the ranks, in place; returns `x`. Contiguous, of the same shape and float dtype everywhere.
+
+        On a CPU it waits for the other ranks; on a GPU it is work on the current stream. Raises EngineBroken if a rank
+        is lost, does not come within the timeout, or after `abort`. hot path
+        """
+
+    def all_gather(self, x_XL: Tensor, total: int) -> Tensor:
+        """Every rank's `x_XL` side by side along the last dimension, the first `total` columns: a new [X, total].
+
+        All ranks' parts have the same shape. Waits and raises as `all_reduce`. hot path
+        """
+
+    def abort(self) -> None:
+        """Break off a call that another thread is in, and make later ones fail. Any thread; never waits; idempotent."""
+
+    def close(self) -> None:
+        """Let go of the connections; no call may be in progress. Idempotent."""
+
+
+class SoloGroup:
+    """One rank: every call is the identity."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """`x`. hot path"""
+        return x
+
+    def all_gather(self, x_XL: Tensor, total: int) -> Tensor:
+        """The first `total` columns of `x_XL`, not copied. hot path"""
+        return x_XL if x_XL.shape[-1] == total else x_XL[..., :total]
+
+    def abort(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+SOLO = SoloGroup()
+"""The group of a model that is not split. It has no state."""
+
+
+def connect_group(
+    store: Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    *,
+    host: str = "127.0.0.1",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> TensorGroup:
+    """Join the tensor group of `size` ranks that meet in `store`; `SOLO` for one rank. Blocks until all have come.
+
+    `store`: shared by the ranks, e.g. a `TCPStore`; used under the prefix "stretto/tensors" while connecting, and on a
+    GPU as long as the group lives, so another thread's use of the same client may wait for it: give it a client of its
+    own. `host`: the name or address of this machine at which the other ranks reach it (Gloo). `timeout_s`: how long
+    connecting, and then each collective, waits for the other ranks.
+
+    Gloo on a CPU, NCCL on a GPU (`device` with its index). Raises EngineBroken if the ranks do not come together,
+    NotSupported where torch was built without the library.
+    """
+    if size == 1:
+        return SOLO
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size}")
+    own = PrefixStore("stretto/tensors", store)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        if device.type == "cuda":
+            return NcclGroup(own, rank, size, device, timeout)
+        return GlooGroup(own, rank, size, host, timeout)
+    except RuntimeError as error:  # torch's DistError is one
+        raise EngineBroken(
+            f"rank {rank} of {size}: the tensor group did not come together within {timeout_s:g} s: {error}"
+        ) from error
+
+
+class GlooGroup:
+    """`TensorGroup` over TCP between CPUs."""
+
+    def __init__(self, store: Store, rank: int, size: int, host: str, timeout: datetime.timedelta) -> None:
+        """Blocks; see `connect_group`. Raises RuntimeError."""
+        from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+        gloo: Any = ProcessGroupGloo  # torch's stubs lack the options
+        options = gloo._Options()
+        options._timeout = timeout
+        options._devices = [gloo.create_device(hostname=host)]
+        self.rank = rank
+        self.size = size
+        self._aborted = threading.Event()
+        self._group: Any = gloo(store, rank, size, options)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `TensorGroup`. The sum of each element is made by one rank and handed to the others. hot path"""
+        self._wait(self._open().allreduce([x]), "all-reduce")
+        return x
+
+    def all_gather(self, x_XL: Tensor, total: int) -> Tensor:
+        """See `TensorGroup`. hot path"""
+        part_XL = x_XL.contiguous()
+        parts = [torch.empty_like(part_XL) for _ in range(self.size)]
+        self._wait(self._open().allgather([parts], [part_XL]), "all-gather")
+        return _side_by_side(parts, total)
+
+    def abort(self) -> None:
+        """See `TensorGroup`. The other ranks' calls end when this process does, or at their timeout."""
+        self._aborted.set()
+
+    def close(self) -> None:
+        """See `TensorGroup`."""
+        if self._group is not None and self._aborted.is_set():
+            # Ending a group waits for its collectives, up to the timeout; an aborted one is left to the process's end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group = None
+
+    def _open(self) -> Any:
+        if self._group is None or self._aborted.is_set():
+            raise EngineBroken(f"rank {self.rank} of {self.size}: the tensor group is closed")
+        return self._group
+
+    def _wait(self, work: Any, what: str) -> None:
+        while not self._ended(work, what):
+            pass
+
+    def _ended(self, work: Any, what: str) -> bool:
+        """Wait for a tick at most. Raises EngineBroken."""
+        try:
+            # The timeout of the wait, not of the collective, which is longer and goes on.
+            work.wait(_TICK)
+            return True
+        except RuntimeError as error:
+            if self._aborted.is_set():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))  # see `close`
+                raise EngineBroken(f"rank {self.rank} of {self.size}: an {what} was broken off") from error
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()
+            return True
+        except RuntimeError as error:
+            raise EngineBroken(
+                f"rank {self.rank} of {self.size}: an {what} failed, another rank is lost or hangs: {error}"
+            ) from error
+
+
+class NcclGroup:
+    """`TensorGroup` between GPUs: calls are work on the current stream, and can be captured in CUDA graphs."""
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:
+        """Blocks; see `connect_group`. Raises RuntimeError, or NotSupported."""
+        try:
+            from torch.distributed.distributed_c10d import ProcessGroupNCCL
+        except ImportError as error:
+            raise NotSupported("tensor parallelism on GPUs needs a torch with NCCL") from error
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        self.rank = rank
+        self.size = size
+        self._aborted = threading.Event()
+        group: Any = ProcessGroupNCCL(store, rank, size, options)
+        group.eager_connect_single_device(device)  # here, not in the first step or in the middle of a capture
+        self._group: Any = group
+        # Not asynchronous: on the current stream itself, so that no events and no second stream come between kernels.
+        self._reduce = AllreduceOptions()
+        self._gather = AllgatherOptions()
+        self._reduce.asyncOp = self._gather.asyncOp = False
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `TensorGroup`. hot path"""
+        self._open().allreduce([x], self._reduce).wait()
+        return x
+
+    def all_gather(self, x_XL: Tensor, total: int) -> Tensor:
+        """See `TensorGroup`. hot path"""
+        part_XL = x_XL.contiguous()
+        parts_RXL = part_XL.new_empty((self.size, *part_XL.shape))
+        self._open()._allgather_base(parts_RXL, part_XL, self._gather).wait()
+        return _side_by_side(list(parts_RXL), total)
+
+    def abort(self) -> None:
+        """See `TensorGroup`. Kernels that wait for another rank end."""
+        if not self._aborted.is_set():
+            self._aborted.set()
+            threading.Thread(target=self._group.abort, name="stretto-nccl-abort", daemon=True).start()
+
+    def close(self) -> None:
+        """See `TensorGroup`. Waits for work that was enqueued."""
+        group, self._group = self._group, None
+        if group is not None and not self._aborted.is_set():
+            group.shutdown()
+
+    def _open(self) -> Any:
+        if self._group is None or self._aborted.is_set():
+            raise EngineBroken(f"rank {self.rank} of {self.size}: the tensor group is closed")
+        return self._group
+
+
+def _side_by_side(parts: list[Tensor], total: int) -> Tensor:
+    """The columns of all parts in order, cut after `total`, in one copy."""
+    width = parts[0].shape[-1]
+    kept = [part[..., : max(0, total - rank * width)] for rank, part in enumerate(parts)]
+    return torch.cat(kept, dim=-1)
