@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from stretto.errors import InvalidRequest
+from stretto.typed_fields import check_types
 
 MAX_OVERLAP_DEPTH = 8
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int4")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ATTENTION_BACKENDS = ("auto", "torch", "triton")
-CONTROL_TRANSPORTS = ("auto", "shared-memory", "zeromq", "gloo")
 _MOST = {
     "max_num_seqs": 16_384,
     "max_num_batched_tokens": 2**20,
@@ -22,7 +21,6 @@ _MOST = {
     "num_threads": max(256, os.cpu_count() or 1),
 }
 """Beyond these, tables or threads would not fit into any machine."""
-BATCH_POLICIES = ("mixed", "prefill-first")
 DEFAULT_PAGE_SIZE = {"cpu": 64, "cuda": 16}
 DEFAULT_OVERLAP_DEPTH = {"cpu": 1, "cuda": 1}
 
@@ -74,8 +72,8 @@ class SchedulerConfig:
         _check_depth(self.overlap_depth)
         if self.page_size not in PAGE_SIZES:
             raise InvalidRequest(f"page_size is {self.page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
-        if self.batch_policy not in BATCH_POLICIES:
-            raise InvalidRequest(f"batch_policy is {self.batch_policy!r}; allowed: {', '.join(BATCH_POLICIES)}")
+        if self.batch_policy not in get_args(BatchPolicy):
+            raise InvalidRequest(f"batch_policy is {self.batch_policy!r}; allowed: {', '.join(get_args(BatchPolicy))}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidRequest(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
@@ -170,23 +168,17 @@ class EngineConfig:
             )
         if self.dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
-        if self.attention_backend not in ATTENTION_BACKENDS:
-            raise InvalidRequest(
-                f"attention_backend is {self.attention_backend!r}; allowed: {', '.join(ATTENTION_BACKENDS)}"
-            )
+        check_types(self)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidRequest(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; allowed: above 0, up to 1"
             )
-        if self.sync_guard not in get_args(SyncGuardMode):
-            raise InvalidRequest(f"sync_guard is {self.sync_guard!r}; allowed: {', '.join(get_args(SyncGuardMode))}")
-        if self.load_format not in ("auto", "dummy"):
-            raise InvalidRequest(f"load_format is {self.load_format!r}; allowed: auto, dummy")
         if self.device != "auto" and self.device.split(":")[0] not in ("cpu", "cuda"):
             raise InvalidRequest(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N")
         if self.page_size is not None and self.page_size not in PAGE_SIZES:
             raise InvalidRequest(f"page_size is {self.page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}")
-        for name in ("num_threads", "max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_pages"):
+        at_least_one = ("num_threads", "max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_pages")
+        for name in (*at_least_one, "max_queued_requests", "max_queued_tokens"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -198,8 +190,6 @@ class EngineConfig:
         if self.overlap_depth is not None:
             _check_depth(self.overlap_depth)
         _check_timeout(self.request_timeout_s)
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise InvalidRequest(f"enable_prefix_caching is {self.enable_prefix_caching!r}; allowed: True, False")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise InvalidRequest("num_pages and kv_cache_memory_bytes both given; give one of them")
         self._check_ranks()
@@ -217,10 +207,6 @@ class EngineConfig:
             )
         if self.node_rank >= nodes:
             raise InvalidRequest(f"node_rank is {self.node_rank}; with nnodes {nodes} allowed are 0 to {nodes - 1}")
-        if self.control_transport not in CONTROL_TRANSPORTS:
-            raise InvalidRequest(
-                f"control_transport is {self.control_transport!r}; allowed: {', '.join(CONTROL_TRANSPORTS)}"
-            )
         if self.dist_init_addr is not None:
             split_address(self.dist_init_addr)
         elif nodes > 1:

@@ -94,11 +94,47 @@ def test_bad_options_and_models_are_refused_in_words(tmp_path: Path) -> None:
         ("request_timeout_s", "x"),
         ("request_timeout_s", float("nan")),
         ("enable_prefix_caching", "no"),
+        ("model", 5),
+        ("tokenizer", Path("x")),
+        ("revision", 1),
+        ("hf_token", b"secret"),
+        ("seed", "x"),
+        ("seed", 1.0),
+        ("seed", None),
+        ("skip_tokenizer_init", 1),
+        ("enforce_eager", "yes"),
+        ("gpu_memory_utilization", "0.9"),
+        ("gpu_memory_utilization", True),
+        ("gpu_memory_utilization", float("nan")),
+        ("device", None),
+        ("dtype", 16),
+        ("batch_policy", "any"),
+        ("attention_backend", ["torch"]),
+        ("max_queued_tokens", 1.5),
+        ("inject", 5),
+        ("inject", [5]),
+        ("inject", b"sync@sample"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_before_anything_is_loaded(name: str, value: object) -> None:
-    with pytest.raises(InvalidRequest, match=name):
-        EngineConfig("model", **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=rf"^{name} is .*; (allowed|give)"):
+        EngineConfig(**{"model": "model", name: value})  # type: ignore[arg-type]
+
+
+def test_every_field_of_engine_config_refuses_what_it_was_not_declared_for() -> None:
+    for field in dataclasses.fields(EngineConfig):
+        with pytest.raises(InvalidRequest, match=f"^{field.name} is "):
+            EngineConfig(**{"model": "model", field.name: object()})  # type: ignore[arg-type]
+
+
+def test_a_secret_of_the_wrong_type_is_not_shown() -> None:
+    with pytest.raises(InvalidRequest, match=r"^hf_token is of type bytes; allowed: a text, None$"):
+        EngineConfig("model", hf_token=b"secret")  # type: ignore[arg-type]
+
+
+def test_a_whole_number_is_a_number_and_a_tuple_a_list() -> None:
+    config = EngineConfig("model", gpu_memory_utilization=1, request_timeout_s=3, inject=("sync@sample",))
+    assert (config.gpu_memory_utilization, config.request_timeout_s) == (1, 3)
 
 
 def test_the_overlap_depth_can_be_chosen_and_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
