@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stretto.errors import InvalidRequest, ModelLoadError
+from stretto.errors import InvalidRequest, ModelLoadError, StrettoError
 
 if TYPE_CHECKING:
     import jinja2
@@ -23,9 +23,19 @@ _CUT_HERE = "\ue000stretto:continue\ue000"
 class ChatTemplate:
     """One template, compiled at its first use (importing jinja2 takes a tenth of a second)."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` ("bos_token", "eos_token", ...) are in scope; leave out those the model lacks."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        on_syntax_error: type[StrettoError] = ModelLoadError,
+    ) -> None:
+        """`special_tokens` ("bos_token", "eos_token", ...) are in scope; leave out those the model lacks.
+
+        `on_syntax_error` is what a template that is no valid Jinja raises: it is the model's fault, or the user's.
+        """
         self.source = source
+        self._on_syntax_error = on_syntax_error
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -42,7 +52,7 @@ class ChatTemplate:
 
         With `continue_final_message` the prompt ends where the last message's text ends, so that the model goes on
         with it. Raises InvalidRequest with the template's own words if it rejects the conversation, or if messages are
-        no mappings; ModelLoadError if the template itself is no valid Jinja.
+        no mappings; `on_syntax_error` if the template itself is no valid Jinja.
         """
         import jinja2
 
@@ -88,7 +98,7 @@ class ChatTemplate:
         try:
             return _environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            raise ModelLoadError(
+            raise self._on_syntax_error(
                 f"the chat template is no valid Jinja: {error.message} (line {error.lineno})"
             ) from error
 

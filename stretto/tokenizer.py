@@ -156,11 +156,13 @@ class Tokenizer:
         """The prompt text of a conversation. `chat_template` replaces the model's own; `variables` are for the
         template.
 
-        Raises InvalidRequest if the model has no template or the template rejects the conversation (with its own
-        words).
+        Raises InvalidRequest if the model has no template, the given one is no Jinja, or the template rejects the
+        conversation (with its own words); ModelLoadError if the model's own is no Jinja.
         """
         if chat_template is not None:
-            template = ChatTemplate(chat_template, self._special_tokens)
+            if not isinstance(chat_template, str):
+                raise InvalidRequest(f"chat_template is a {type(chat_template).__name__}; allowed: a Jinja template")
+            template = ChatTemplate(chat_template, self._special_tokens, on_syntax_error=InvalidRequest)
         elif tools and "tool_use" in self._templates:
             template = self._templates["tool_use"]
         elif "default" in self._templates:

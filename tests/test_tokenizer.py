@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import regex
 import sentencepiece
+import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -372,9 +373,18 @@ def test_templates_cannot_change_what_they_are_given(smollm2: Tokenizer) -> None
     assert len(CHAT) == 4
 
 
-def test_a_template_that_is_no_jinja_is_the_models_error(smollm2: Tokenizer) -> None:
+@pytest.mark.parametrize("template", ["{% if %}", "{% if", "{{ x", "{% no_such_tag %}"])
+def test_a_template_that_is_no_jinja_is_the_fault_of_who_gave_it(template: str) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    with pytest.raises(InvalidRequest, match="no valid Jinja"):
+        Tokenizer(backend).apply_chat_template(CHAT, chat_template=template)
     with pytest.raises(ModelLoadError, match="no valid Jinja"):
-        smollm2.apply_chat_template(CHAT, chat_template="{% if %}")
+        Tokenizer(backend, chat_templates={"default": template}).apply_chat_template(CHAT)
+
+
+def test_a_template_must_be_a_text(smollm2: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="chat_template is a int; allowed: a Jinja template"):
+        smollm2.apply_chat_template(CHAT, chat_template=5)
 
 
 @pytest.mark.parametrize("messages", [[], "hello", {"role": "user"}, ["hello"], [{"content": "x"}], None])
