@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +34,10 @@ class Result:
 def stretto(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command in this process, without a terminal."""
 
-    def run(*arguments: str, stdin: str = "") -> Result:
+    def run(*arguments: str, stdin: str | bytes = "") -> Result:
         monkeypatch.setattr(sys, "argv", ["stretto", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        data = stdin if isinstance(stdin, bytes) else stdin.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         with pytest.raises(SystemExit) as exit_:
             main()
         captured = capsys.readouterr()
@@ -128,11 +130,10 @@ def test_stats_is_one_line_of_figures(stretto: Any, model: list[str]) -> None:
         (["generate", "x", "--no-such-option"], 2, "No such option"),
         (["generate", "x", "--top-k", "many"], 2, "--top-k"),
         (["no-such-command"], 2, "No such command"),
-        (["generate", "--file", "/no/such/file"], 1, "/no/such/file"),
         (["generate", "x", "--model", "/no/such/model"], 1, "no such model"),
         (["chat", "--model", "/no/such/model"], 1, "no such model"),
         (["bench", "throughput", "--num-prompts", "0"], 2, "num_prompts is 0"),
-        (["bench", "throughput", "--dataset-path", "/no/such/file"], 1, "/no/such/file"),
+        (["generate", "x", "--batch-policy", "any"], 2, "batch_policy is 'any'; allowed: mixed, prefill-first"),
     ],
 )
 def test_an_error_is_one_line_on_standard_error(stretto: Any, arguments: list[str], code: int, message: str) -> None:
@@ -142,6 +143,52 @@ def test_an_error_is_one_line_on_standard_error(stretto: Any, arguments: list[st
     assert len(errors) == 1
     assert errors[0].startswith("stretto: error: ")
     assert message in errors[0]
+
+
+FILE_ARGUMENTS = [
+    ("generate", "--file"),
+    ("bench", "throughput", "--dataset-path"),
+    ("bench", "serve", "--trace"),
+    ("serve", "--config"),
+    ("simulate",),
+    ("simulate", "--trace"),
+    ("trace", "analyze"),
+]
+
+
+@pytest.mark.parametrize("command", FILE_ARGUMENTS, ids="-".join)
+def test_a_file_that_cannot_be_read_is_bad_input_for_every_command(stretto: Any, command: Any, tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.json", tmp_path):  # a directory is no file
+        result = stretto(*command, str(path))
+        assert (result.code, result.out) == (2, "")
+        assert len(result.err.strip().split("\n")) == 1
+        assert result.err.startswith("stretto: error: ")
+        assert str(path) in result.err
+
+
+@pytest.mark.parametrize("command", FILE_ARGUMENTS[:-1], ids="-".join)
+def test_a_file_that_is_not_utf8_is_bad_input(stretto: Any, command: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"the fox\nthe f\xf6x\n")
+    result = stretto(*command, str(path))
+    assert (result.code, result.out) == (2, "")
+    assert str(path) in result.err
+
+
+def test_standard_input_that_is_not_utf8_is_told_with_its_place(stretto: Any) -> None:
+    for arguments in (["generate"], ["generate", "--file", "-"], ["bench", "throughput", "--dataset-path", "-"]):
+        result = stretto(*arguments, stdin=b"the fox\nthe f\xf6x\n")
+        assert (result.code, result.out) == (2, "")
+        assert "standard input is not UTF-8: byte 0xf6 in line 2" in result.err
+
+
+def test_standard_input_is_utf8_in_every_locale(model: list[str]) -> None:
+    command = [sys.executable, "-m", "stretto", "generate", "--max-tokens", "1", "--json", *model]
+    for locale in ("C", "POSIX", "C.UTF-8"):
+        environment = os.environ | {"LC_ALL": locale, "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+        done = subprocess.run(command, input=b"\xff", capture_output=True, env=environment, check=False, timeout=100)
+        assert done.returncode == 2
+        assert b"standard input is not UTF-8: byte 0xff in line 1" in done.stderr
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +239,14 @@ def test_chat_reads_messages_line_by_line_without_a_terminal(stretto: Any, model
     assert "/quit" in result.out
     for note in ("no command /wrong", "conversation forgotten", "length limit"):
         assert note in result.err
+
+
+def test_chat_goes_on_after_a_message_that_is_not_utf8(stretto: Any, model: list[str]) -> None:
+    tail = ["--max-tokens", "12", "--temperature", "0", *model]
+    result = stretto("chat", *tail, stdin=b"the f\xf6x\nthe fox\n")
+    assert result.code == 0
+    assert "standard input is not UTF-8: byte 0xf6" in result.err
+    assert result.out == stretto("chat", *tail, stdin="the fox\n").out
 
 
 def test_chat_remembers_the_conversation_and_forgets_its_oldest_turns(stretto: Any, model: list[str]) -> None:

@@ -44,7 +44,7 @@ def stretto(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def test_help_is_grouped_and_has_the_common_names(stretto: Command) -> None:
     text = stretto("serve", "--help").stdout
-    for group in ("Model", "Server", "Limits", "Engine", "Configuration file"):
+    for group in ("Model", "Server", "Limits", "Engine", "KV cache", "Overlap", "Configuration file"):
         assert f" {group} " in text
     names = ("--model", "--host", "--port", "--max-model-len", "--max-num-seqs", "--api-key", "--served-model-name")
     for name in (*names, "--tensor-parallel-size", "--config", "--api-workers"):
@@ -67,6 +67,8 @@ def test_a_file_gives_options_and_the_command_line_wins(dummy_model: Path, tmp_p
     file = tmp_path / "serve.yaml"
     file.write_text(
         f"model: {dummy_model}\nload-format: dummy\ndtype: float32\nmax_model_len: 256\nmax-num-seqs: 3\n"
+        "block_size: 32\nnum-gpu-blocks-override: 41\nprefix-cache: false\nenforce-eager: true\n"
+        "inject: slow-host=1us\nsync-guard: count\nbatch-policy: prefill-first\ngpu-memory-utilization: 0.5\n"
         "served-model-name: [one, two]\napi-key: [from-file]\naccess-log: false\n"
     )
     with ServerProcess(dummy_model, "--config", str(file), "--max-num-seqs", "2") as server:
@@ -78,6 +80,7 @@ def test_a_file_gives_options_and_the_command_line_wins(dummy_model: Path, tmp_p
         assert b"one" not in body
         assert "context       256 tokens" in server.text
         assert "up to 2 requests" in server.text
+        assert "41 pages of 32" in server.text
         assert "/v1/models" not in server.text
 
 
@@ -89,6 +92,10 @@ def test_a_file_gives_options_and_the_command_line_wins(dummy_model: Path, tmp_p
         ("a: [", "no YAML"),
         ("port: many", "port"),
         ("config: other.yaml", "no option 'config'"),
+        ("page-size: 16\nblock_size: 32", "'block_size' is given twice"),
+        ("batch-policy: any", "batch_policy is 'any'"),
+        ("dtype: float8", "dtype is 'float8'"),
+        ("enforce-eager: perhaps", "enforce-eager"),
     ],
 )
 def test_a_bad_file_is_told(stretto: Command, tmp_path: Path, text: str, said: str) -> None:

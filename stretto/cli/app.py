@@ -9,6 +9,7 @@ import typer
 
 from stretto.cli.bench import bench_app
 from stretto.cli.chat import chat
+from stretto.cli.engine_options import ALIASES
 from stretto.cli.failures import INTERRUPTED, fail
 from stretto.cli.generate import generate
 from stretto.cli.serve import serve
@@ -22,7 +23,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: ALIASES.get(name, name),
+    },
 )
 app.command()(generate)
 app.command()(chat)

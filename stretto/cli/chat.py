@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from stretto.cli import options as o
 from stretto.cli.answers import printable
+from stretto.cli.engine_options import EngineArguments, engine_command
 from stretto.cli.failures import reported_failures
+from stretto.cli.text import read_stdin_line
 from stretto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ _HELP = """\
 Ctrl-C stops an answer."""
 
 
+@engine_command(seed=None, max_num_seqs=1)
 def chat(
     system: o.System = None,
     max_tokens: o.MaxTokens = 512,
@@ -29,35 +32,12 @@ def chat(
     top_p: o.TopP = 0.9,
     top_k: o.TopK = 0,
     min_p: o.MinP = 0.0,
-    seed: o.Seed = None,
     stop: o.Stop = None,
-    model: o.Model = o.DEFAULT_MODEL,
-    tokenizer: o.TokenizerPath = None,
-    revision: o.Revision = None,
-    load_format: o.LoadFormat = "auto",
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    num_threads: o.NumThreads = None,
-    max_model_len: o.MaxModelLen = None,
-    overlap_depth: o.OverlapDepth = None,
-    enable_prefix_caching: o.PrefixCaching = True,
+    *,
+    engine: EngineArguments,
     debug: o.Debug = False,
 ) -> None:
     """Talk with the model. Without a terminal, each line of standard input is a message."""
-    engine = o.EngineOptions(
-        model=model,
-        tokenizer=tokenizer,
-        revision=revision,
-        load_format=load_format,
-        dtype=dtype,
-        device=device,
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-        max_num_batched_tokens=None,
-        overlap_depth=overlap_depth,
-        enable_prefix_caching=enable_prefix_caching,
-    )
     with reported_failures(debug):
         from stretto.request import SamplingParams
 
@@ -66,7 +46,7 @@ def chat(
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
-            seed=seed,
+            seed=engine.get("seed"),
             stop=stop or None,
             max_tokens=max_tokens,
         )
@@ -107,16 +87,19 @@ class Conversation:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        """The next line, or None at the end of the input. Ctrl-C drops what was typed."""
+        """The next line, or None at the end of the input. Ctrl-C drops what was typed; so does what is no text."""
         while True:
             try:
                 if self._interactive:
                     return input("> ")
-                line = sys.stdin.readline()
-                return line.rstrip("\n") if line else None
+                return read_stdin_line()
             except EOFError:
                 print()
                 return None
+            except UnicodeDecodeError:
+                self._note("what was typed is not UTF-8")
+            except InvalidRequest as error:
+                self._note(str(error))
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stretto.cli import options as o
+from stretto.cli.engine_options import EngineArguments, engine_command
 from stretto.cli.failures import reported_failures
+from stretto.cli.text import prompt_lines, read_stdin
 from stretto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from stretto.request import SamplingParams
 
 
+@engine_command(seed=None)
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, standard input is one.")] = None,
     file: Annotated[
@@ -37,27 +39,14 @@ def generate(
     top_p: o.TopP = 1.0,
     top_k: o.TopK = 0,
     min_p: o.MinP = 0.0,
-    seed: o.Seed = None,
     stop: o.Stop = None,
     ignore_eos: o.IgnoreEos = False,
     logprobs: Annotated[
         int | None,
         typer.Option(help="Log-probabilities of this many tokens, with --json.", rich_help_panel="Sampling"),
     ] = None,
-    model: o.Model = o.DEFAULT_MODEL,
-    tokenizer: o.TokenizerPath = None,
-    revision: o.Revision = None,
-    load_format: o.LoadFormat = "auto",
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    num_threads: o.NumThreads = None,
-    max_model_len: o.MaxModelLen = None,
-    max_num_seqs: o.MaxNumSeqs = 64,
-    max_num_batched_tokens: o.MaxNumBatchedTokens = None,
-    overlap_depth: o.OverlapDepth = None,
-    enable_prefix_caching: o.PrefixCaching = True,
-    inject: o.Inject = None,
-    sync_guard: o.SyncGuard = None,
+    *,
+    engine: EngineArguments,
     json_lines: Annotated[
         bool, typer.Option("--json", help="Print one JSON object for each prompt, in order.", rich_help_panel="Output")
     ] = False,
@@ -67,22 +56,6 @@ def generate(
     debug: o.Debug = False,
 ) -> None:
     """Answer prompts, all at the same time, and print the answers in order as they come."""
-    engine = o.EngineOptions(
-        model=model,
-        tokenizer=tokenizer,
-        revision=revision,
-        load_format=load_format,
-        dtype=dtype,
-        device=device,
-        num_threads=num_threads,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        overlap_depth=overlap_depth,
-        enable_prefix_caching=enable_prefix_caching,
-        inject=inject,
-        sync_guard=sync_guard,
-    )
     with reported_failures(debug):
         texts = _read_prompts(prompts or [], file)
         if logprobs is not None and not json_lines:
@@ -95,7 +68,7 @@ def generate(
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
-            seed=seed,
+            seed=engine.get("seed"),
             stop=stop or None,
             ignore_eos=ignore_eos,
             max_tokens=max_tokens,
@@ -123,15 +96,11 @@ def _read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
     if file is None:
         if sys.stdin.isatty():
             raise InvalidRequest('no prompt; give one: stretto generate "The capital of France is"')
-        text = sys.stdin.read()
+        text = read_stdin()
         if not text.strip():
             raise InvalidRequest("standard input has no text; give a prompt there or as an argument")
         return [text.rstrip("\n")]
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    lines = [line for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise InvalidRequest(f"--file {file}: no prompts; put one on each line")
-    return lines
+    return prompt_lines(file)
 
 
 def _print_json(llm: LLM, texts: Sequence[str], params: SamplingParams, chat: bool) -> None:

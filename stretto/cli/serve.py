@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli import options as o
+from stretto.cli.engine_options import ALIASES, DEFAULT_MODEL, EngineArguments, engine_command
 from stretto.cli.failures import fail, reported_failures
-from stretto.errors import InvalidRequest, NotSupported
+from stretto.cli.text import read_file
+from stretto.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from stretto.ipc.control import EngineInfo
 
-_SERVER, _LIMITS, _ENGINE, _FILE = "Server", "Limits", "Engine", "Configuration file"
+_SERVER, _LIMITS, _FILE = "Server", "Limits", "Configuration file"
 
 
 def _load_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -33,22 +35,26 @@ def read_config_file(path: Path, known: dict[str, Any]) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.safe_load(read_file(path))
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error)) from error
+    except yaml.YAMLError as error:
         raise typer.BadParameter(f"{path} is no YAML: {error}") from error
     if not isinstance(values, dict):
         raise typer.BadParameter(f"{path} must map option names to values")
     given = {}
     for name, value in values.items():
-        param = known.get(str(name).replace("_", "-")) or known.get(str(name))
+        option = str(name).replace("_", "-")
+        param = known.get(ALIASES.get(option, option))
         if param is None or param.name in ("config", "help"):
             raise typer.BadParameter(f"{path}: there is no option '{name}'")
-        given[param.name] = value
+        if param.name in given:
+            raise typer.BadParameter(f"{path}: '{name}' is given twice, under two names")
+        given[param.name] = [value] if param.multiple and not isinstance(value, list) else value
     return given
 
 
+@engine_command()
 def serve(
     model_tag: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="The model; the same as --model.", show_default=False)
@@ -62,11 +68,6 @@ def serve(
             is_eager=True,
         ),
     ] = None,
-    model: o.Model = o.DEFAULT_MODEL,
-    tokenizer: o.TokenizerPath = None,
-    revision: o.Revision = None,
-    load_format: o.LoadFormat = "auto",
-    dtype: o.Dtype = "auto",
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="Name of the model in the API; may be repeated.", rich_help_panel="Model"),
@@ -119,56 +120,20 @@ def serve(
             rich_help_panel=_LIMITS,
         ),
     ] = True,
-    device: o.Device = "auto",
-    num_threads: o.NumThreads = None,
-    max_model_len: o.MaxModelLen = None,
-    max_num_seqs: o.MaxNumSeqs = 64,
-    max_num_batched_tokens: o.MaxNumBatchedTokens = None,
-    block_size: Annotated[
-        int, typer.Option("--block-size", "--page-size", help="Tokens per KV page.", rich_help_panel=_ENGINE)
-    ] = 16,
-    num_pages: Annotated[int | None, typer.Option(help="KV pages.", rich_help_panel=_ENGINE)] = None,
-    kv_cache_memory_bytes: Annotated[
-        int | None, typer.Option(help="Memory of the KV cache.", rich_help_panel=_ENGINE)
-    ] = None,
-    max_logprobs: Annotated[
-        int, typer.Option(help="Top log-probabilities that a request may ask for.", rich_help_panel=_ENGINE)
-    ] = 20,
-    overlap_depth: o.OverlapDepth = None,
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", help="GPUs that share the model.", rich_help_panel=_ENGINE)
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of random weights.", rich_help_panel=_ENGINE)] = 0,
+    *,
+    engine: EngineArguments,
     debug: o.Debug = False,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     with reported_failures(debug):
-        if tensor_parallel_size != 1:
-            raise NotSupported(f"tensor_parallel_size={tensor_parallel_size}: not built yet; leave it at 1")
-        if model_tag is not None and model not in (o.DEFAULT_MODEL, model_tag):
-            raise InvalidRequest(f"two models: {model_tag} and --model {model}; give one of them")
+        if model_tag is not None and engine["model"] not in (DEFAULT_MODEL, model_tag):
+            raise InvalidRequest(f"two models: {model_tag} and --model {engine['model']}; give one of them")
         from stretto.config import EngineConfig
         from stretto.server.settings import ServerConfig
 
-        engine = EngineConfig(
-            model=model if model_tag is None else model_tag,
-            tokenizer=tokenizer,
-            revision=revision,
-            hf_token=os.environ.get("HF_TOKEN"),
-            load_format=load_format,  # type: ignore[arg-type]  # EngineConfig checks it
-            dtype=dtype,
-            device=device,
-            num_threads=num_threads,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            page_size=block_size,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            num_pages=num_pages,
-            overlap_depth=overlap_depth,
-            max_logprobs=max_logprobs,
-            seed=seed,
-        )
+        if model_tag is not None:
+            engine["model"] = model_tag
+        engine_config = EngineConfig(**engine, hf_token=os.environ.get("HF_TOKEN"))
         server = ServerConfig(
             host=host,
             port=port,
@@ -189,7 +154,7 @@ def serve(
             access_log=access_log,
             log_level=log_level,
         )
-        code = _run(engine, server)
+        code = _run(engine_config, server)
     raise typer.Exit(code)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.failures import reported_failures
+from stretto.cli.text import read_file
 
 if TYPE_CHECKING:
     from stretto.simulate.load import LoadReport
@@ -90,15 +91,10 @@ def _run_load(load: Any, config: Any, costs: Any) -> LoadReport:
 
 
 def _show_script(path: Path, as_json: bool) -> None:
-    from stretto.errors import InvalidRequest
     from stretto.simulate.schedule import ScriptedRun
     from stretto.simulate.script import parse_script
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path} cannot be read: {error}") from error
-    turns = ScriptedRun(parse_script(text)).run()
+    turns = ScriptedRun(parse_script(read_file(path))).run()
     if as_json:
         from dataclasses import asdict
 
