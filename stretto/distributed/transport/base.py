@@ -5,6 +5,7 @@ Owns no socket and no memory; each transport is a module beside this one, and `c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,11 +17,14 @@ class TransportError(StrettoError):
 
 
 class PeerGone(TransportError):
-    """The other side has ended. `orderly`: it closed its transport; else its process died or the connection broke."""
+    """A rank has ended. `orderly`: it closed its transport; else its process died or the connection broke.
 
-    def __init__(self, rank: int, orderly: bool, detail: str = "") -> None:
+    `rank` is None where the transport cannot tell which one (Gloo with three ranks or more).
+    """
+
+    def __init__(self, rank: int | None, orderly: bool, detail: str = "") -> None:
         self.rank, self.orderly = rank, orderly
-        who = "the leader (rank 0)" if rank == 0 else f"rank {rank}"
+        who = {None: "another rank", 0: "the leader (rank 0)"}.get(rank, f"rank {rank}")
         how = "closed the control plane" if orderly else "is gone: it died, or its connection broke"
         super().__init__(f"{who} {how}" + (f" ({detail})" if detail else ""))
 
@@ -38,6 +42,12 @@ class FollowerBehind(TransportError):
 
 class ConnectFailed(TransportError):
     """Not every rank connected in time, or who connected does not belong to this leader."""
+
+
+def missing(ranks: Iterable[int], timeout_s: float) -> ConnectFailed:
+    """The error for followers that did not connect in time."""
+    names = ", ".join(map(str, sorted(ranks)))
+    return ConnectFailed(f"these ranks did not connect to the control plane within {timeout_s:g} s: {names}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +102,10 @@ class LeaderTransport(Protocol):
         """
 
     def check(self) -> None:
-        """Raise what `publish` would raise (PeerGone), sending nothing. Never blocks."""
+        """Raise PeerGone if a follower is known to have ended; sends nothing, never blocks.
+
+        Gloo knows it only once something was published after the follower's end.
+        """
 
     def close(self) -> None:
         """End it: followers read what was published, then get PeerGone(orderly). Blocks for at most `linger_s`.
