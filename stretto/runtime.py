@@ -28,8 +28,9 @@ from stretto.observe.sync_guard import SyncGuard
 from stretto.observe.timeline import Timeline
 from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray
 from stretto.scheduler.batch import StepOutput
-from stretto.scheduler.loop import AddRequest, EndRequest, Loop, Message
+from stretto.scheduler.loop import Loop, Witness
 from stretto.scheduler.scheduler import Scheduler
+from stretto.scheduler.turns import AddRequest, EndRequest, LocalTurns, Message, TurnSource
 from stretto.tokenizer import Tokenizer
 
 
@@ -112,8 +113,14 @@ class Runtime:
         engine_type: Callable[..., Engine] = Engine,
         loop_type: type[Loop] = Loop,
         make_runner: MakeRunner = EagerRunner,
+        make_turns: Callable[[LocalTurns], TurnSource] | None = None,
+        make_witness: Callable[[Scheduler], Witness] | None = None,
     ) -> None:
-        """From parts; `start` makes the parts from options. The types are for who studies what a guard is worth."""
+        """From parts; `start` makes the parts from options. The types are for who studies what a guard is worth.
+
+        `make_turns` puts another source of turns in front of this process's own, or in its place; `make_witness` makes
+        what is told each processed step.
+        """
         self.scheduler_config = config
         self.device = device
         self._pool = PagePool(config.num_pages)
@@ -138,7 +145,14 @@ class Runtime:
         self._timeline = Timeline(device)
         self._tokenizer = tokenizer
         self._outbox = _Outbox()
-        self.loop = loop_type(self.scheduler, self.engine, self._outbox, self._timeline)
+        local = LocalTurns(self._outbox, device.now)
+        self.loop = loop_type(
+            self.scheduler,
+            self.engine,
+            local if make_turns is None else make_turns(local),
+            self._timeline,
+            None if make_witness is None else make_witness(self.scheduler),
+        )
         self._requests: dict[int, Request] = {}
         self._num_arrived = 0
         self._pid = os.getpid()
@@ -267,6 +281,11 @@ class Runtime:
             raise InvalidRequest(
                 f"logprobs is {params.logprobs}; allowed: up to {config.max_logprobs} (the engine's max_logprobs)"
             )
+        if params.prompt_logprobs is not None and params.prompt_logprobs > config.max_logprobs:
+            raise InvalidRequest(
+                f"prompt_logprobs is {params.prompt_logprobs}; allowed: up to {config.max_logprobs} (the engine's "
+                "max_logprobs)"
+            )
         for token_id in params.stop_token_ids or ():
             if token_id >= config.vocab_size:
                 raise InvalidRequest(
@@ -305,7 +324,7 @@ class Runtime:
         for output in outputs:
             self._output_tokens += len(output.tokens)
             for request in output.finished:
-                del self._requests[request.uid]
+                self._requests.pop(request.uid, None)  # a follower's requests were added elsewhere
                 mark(f"stretto.request {request.uid} ends: {request.finish_reason}")
         return outputs
 

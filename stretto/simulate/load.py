@@ -17,8 +17,9 @@ from stretto.device.base import Device
 from stretto.engine.engine import Engine
 from stretto.observe.timeline import Timeline
 from stretto.request import Request, SamplingParams
-from stretto.scheduler.loop import AddRequest, Loop, Message
+from stretto.scheduler.loop import Loop
 from stretto.scheduler.scheduler import Scheduler
+from stretto.scheduler.turns import AddRequest, LocalTurns, Message
 from stretto.simulate.engine import Clock, CostModel, SimulatedEngine, endless
 from stretto.simulate.trace import Trace
 
@@ -122,7 +123,7 @@ def simulate_load(
     arrivals = _Arrivals(trace, config, clock, costs)
     timeline = Timeline(device)
     engine = cast(Engine, SimulatedEngine(clock, costs, endless()))
-    loop = Loop(scheduler, engine, arrivals, timeline)
+    loop = Loop(scheduler, engine, LocalTurns(arrivals, device.now), timeline)
     first = np.full(len(trace), np.nan)
     last = np.full(len(trace), np.nan)
     ended = 0

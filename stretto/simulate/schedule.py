@@ -17,8 +17,9 @@ from stretto.errors import InvalidRequest
 from stretto.observe.timeline import Timeline
 from stretto.request import FinishReason, Request, SamplingParams
 from stretto.scheduler.batch import IntArray, StepOutput, StepPlan
-from stretto.scheduler.loop import AddRequest, EndRequest, Loop, Message
+from stretto.scheduler.loop import Loop
 from stretto.scheduler.scheduler import Scheduler
+from stretto.scheduler.turns import AddRequest, EndRequest, LocalTurns, Message
 from stretto.simulate.engine import Clock, CostModel, SimulatedEngine, SimulatedStep
 from stretto.simulate.script import EOS, OTHER, Happening, Script
 
@@ -59,7 +60,7 @@ class ScriptedRun:
         self.scheduler = Scheduler(config, device, self.pool, cache, checked=True)
         self._engine = SimulatedEngine(self._clock, _COSTS, self._sample)
         launches = cast(Engine, _Recorder(self._engine, self))
-        self.loop = Loop(self.scheduler, launches, self, Timeline(device))
+        self.loop = Loop(self.scheduler, launches, LocalTurns(self, device.now), Timeline(device))
         self.requests: dict[str, Request] = {}
         self.names: dict[int, str] = {}
         self.launched: StepPlan | None = None
