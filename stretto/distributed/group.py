@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,  # type: ignore[attr-defined]  # torch does not list it
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # torch does not list the first
+    AllgatherOptions,
     AllreduceOptions,
     PrefixStore,
     Store,

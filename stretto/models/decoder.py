@@ -1,8 +1,9 @@
 """The decoder that Llama, Qwen2 and Qwen3 share, over the flat tokens of a step.
 
 Owns the arithmetic between token ids and logits, and which checkpoint tensors it needs. Knows nothing of pages or
-requests: attention over the past is the caller's `attend`. Legend: T tokens of the step, S sampled rows, N query
-heads, K kv heads, Q = N + K, H head dim, h = H / 2, D hidden, F ffn, V vocabulary.
+requests: attention over the past is the caller's `attend`. A model may be split over the ranks of a tensor group: then
+N, K and F are this rank's, and the layers that need the other ranks ask them (layers/parallel.py). Legend: T tokens of
+the step, S sampled rows, N query heads, K kv heads, Q = N + K, H head dim, h = H / 2, D hidden, F ffn, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.distributed.group import SOLO, TensorGroup
 from stretto.layers.activation import silu_and_mul
 from stretto.layers.embedding import Embedding
 from stretto.layers.linear import Linear
 from stretto.layers.norm import RMSNorm
+from stretto.layers.parallel import VocabularyParallelEmbedding
 from stretto.layers.rope import Rope, apply_rope
 from stretto.models.config import ModelConfig
 from stretto.models.rope import inverse_frequencies
+from stretto.models.shard import ModelShard, shard_of
 from stretto.models.weights import Rows, WeightReader
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -60,12 +64,14 @@ class Attention:
     o: Linear
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: WeightReader, layer: int, name: str) -> Attention:
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    def load(cls, whole: ModelConfig, shard: ModelShard, weights: WeightReader, layer: int, name: str) -> Attention:
+        config, dim = shard.config, whole.head_dim
+        q_rows, kv_rows = whole.num_heads * dim, whole.num_kv_heads * dim
+        q_share, kv_share = _rows_of_heads(shard.heads, dim), _rows_of_heads(shard.kv_heads, dim)
         qkv = [
-            Rows(f"{name}.q_proj", q_rows, config.head_dim),
-            Rows(f"{name}.k_proj", kv_rows, config.head_dim),
-            Rows(f"{name}.v_proj", kv_rows),
+            Rows(f"{name}.q_proj", q_rows, dim, share=q_share),
+            Rows(f"{name}.k_proj", kv_rows, dim, share=kv_share),
+            Rows(f"{name}.v_proj", kv_rows, share=kv_share),
         ]
         return cls(
             layer,
@@ -74,7 +80,7 @@ class Attention:
             config.head_dim,
             qkv=weights.linear(qkv, config.hidden_size, bias=config.traits.qkv_bias),
             qk_norm=HeadNorm.load(config, weights, name) if config.traits.qk_norm else None,
-            o=weights.linear([Rows(f"{name}.o_proj", config.hidden_size)], q_rows, bias=config.traits.o_bias),
+            o=weights.row_parallel(f"{name}.o_proj", config.hidden_size, q_rows, q_share, bias=config.traits.o_bias),
         )
 
     def __call__(self, x_TD: Tensor, turns_T1h: Tensor, attend: Attend) -> Tensor:
@@ -96,12 +102,12 @@ class MLP:
     down: Linear
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: WeightReader, name: str) -> MLP:
-        gate_up = [Rows(f"{name}.{part}", config.intermediate_size) for part in ("gate_proj", "up_proj")]
-        down = [Rows(f"{name}.down_proj", config.hidden_size)]
+    def load(cls, whole: ModelConfig, shard: ModelShard, weights: WeightReader, name: str) -> MLP:
+        hidden, width, bias = whole.hidden_size, whole.intermediate_size, whole.traits.mlp_bias
+        gate_up = [Rows(f"{name}.{part}", width, share=shard.ffn) for part in ("gate_proj", "up_proj")]
         return cls(
-            gate_up=weights.linear(gate_up, config.hidden_size, bias=config.traits.mlp_bias),
-            down=weights.linear(down, config.intermediate_size, bias=config.traits.mlp_bias),
+            gate_up=weights.linear(gate_up, hidden, bias=bias),
+            down=weights.row_parallel(f"{name}.down_proj", hidden, width, shard.ffn, bias=bias),
         )
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -119,13 +125,13 @@ class DecoderLayer:
     mlp: MLP
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: WeightReader, layer: int) -> DecoderLayer:
-        name = f"model.layers.{layer}"
+    def load(cls, whole: ModelConfig, shard: ModelShard, weights: WeightReader, layer: int) -> DecoderLayer:
+        config, name = shard.config, f"model.layers.{layer}"
         return cls(
             attention_norm=weights.norm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps),
-            attention=Attention.load(config, weights, layer, f"{name}.self_attn"),
+            attention=Attention.load(whole, shard, weights, layer, f"{name}.self_attn"),
             mlp_norm=weights.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps),
-            mlp=MLP.load(config, weights, f"{name}.mlp"),
+            mlp=MLP.load(whole, shard, weights, f"{name}.mlp"),
         )
 
     def __call__(self, residual_TD: Tensor, update_TD: Tensor | None, turns_T1h: Tensor, attend: Attend) -> Tensor:
@@ -144,22 +150,28 @@ class Decoder:
     """A causal language model. All calls are work for the device's thread, in inference mode; none blocks the host."""
 
     config: ModelConfig
+    """What this rank computes: its own heads and feed-forward width, the whole vocabulary (see `ModelShard`)."""
     kv_dtype: torch.dtype
     """Element type in which q, k and v reach `attend`, and the best one for the cache."""
     max_model_len: int
     """Positions are below this."""
-    embedding: Embedding
+    embedding: Embedding | VocabularyParallelEmbedding
     rope: Rope
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
     head: Linear
+    group: TensorGroup
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: WeightReader, max_model_len: int) -> Decoder:
-        """Read all weights, in the order in which checkpoints store them. Raises ModelLoadError; blocks on the disk."""
-        embedding, head = weights.embedding_and_head(
-            config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
-        )
+    def load(cls, whole: ModelConfig, weights: WeightReader, max_model_len: int, group: TensorGroup = SOLO) -> Decoder:
+        """Read the rank's share of all weights, in the order in which checkpoints store them.
+
+        `whole` is the unsplit model's config. Raises ModelLoadError, InvalidRequest if the model cannot be split over
+        the ranks of `group`; blocks on the disk.
+        """
+        shard = shard_of(whole, group.rank, group.size)
+        config = shard.config
+        embedding, head = weights.embedding_and_head(shard, tied=config.tie_word_embeddings)
         frequencies = inverse_frequencies(config, max_model_len).to(weights.device)
         return cls(
             config,
@@ -167,9 +179,10 @@ class Decoder:
             max_model_len,
             embedding,
             Rope(frequencies, max_model_len, scale=config.rope.attention_factor),
-            tuple(DecoderLayer.load(config, weights, layer) for layer in range(config.num_layers)),
+            tuple(DecoderLayer.load(whole, shard, weights, layer) for layer in range(config.num_layers)),
             weights.norm("model.norm", config.hidden_size, config.rms_norm_eps),
             head,
+            group,
         )
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
@@ -187,13 +200,20 @@ class Decoder:
         return residual_TD.add_(update_TD)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Logits of those rows of `forward`'s result that are sampled from: float32 [S, V]. hot path"""
+        """Logits of those rows of `forward`'s result that are sampled from: float32 [S, V], the same on every rank.
+
+        hot path
+        """
         return self.head(self.norm(hidden_SD)).float()
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads at least: all linear layers, the head included."""
+        """Bytes of weights that a step reads at least on this rank: all linear layers, the head included."""
         linears = [self.head]
         for layer in self.layers:
             linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
         return sum(linear.weight_bytes for linear in linears)
+
+
+def _rows_of_heads(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)

@@ -8,7 +8,7 @@ import math
 import mmap
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -91,6 +91,20 @@ class GGUFTensor:
     data: npt.NDArray[np.uint8]
     """Raw bytes, one-dimensional."""
     file: Path
+
+    def rows(self, wanted: range) -> "GGUFTensor":
+        """Some of its rows (of a vector: elements, whole blocks of them), as a view."""
+        row_bytes = self.data.size // self.shape[0]
+        data = self.data[wanted.start * row_bytes : wanted.stop * row_bytes]
+        return replace(self, shape=(len(wanted), *self.shape[1:]), data=data)
+
+    def columns(self, wanted: range) -> tuple["GGUFTensor", int]:
+        """The whole blocks of a matrix that hold some of its columns, copied, and the column they begin with."""
+        _, block, block_bytes = next(kind for kind in GGML_TYPES.values() if kind[0] == self.type_name)
+        first, last = wanted.start // block, -(-wanted.stop // block)
+        blocks = self.data.reshape(self.shape[0], self.shape[1] // block, block_bytes)[:, first:last]
+        shape = (self.shape[0], (last - first) * block)
+        return replace(self, shape=shape, data=np.ascontiguousarray(blocks).reshape(-1)), first * block
 
 
 class GGUFFile:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from stretto.distributed.group import SOLO, TensorGroup
 from stretto.errors import InvalidRequest, ModelLoadError
 from stretto.layers.formats import resolve_dtype
 from stretto.models.config import ModelConfig
@@ -54,16 +55,19 @@ def load_model(
     max_model_len: int | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    group: TensorGroup = SOLO,
     progress: Progress | None = None,
 ) -> Decoder:
     """Load a model onto `device`. Blocks on the disk for as long as that takes; call it on the device's own thread.
 
     `dtype`: a weight format of layers/formats.py, or "auto". `max_model_len`: how many positions to prepare (default:
     the model's context length). `load_format` "dummy" needs a config only and makes up the weights from `seed`.
+    `group`: the ranks that share the model; each reads its own part of the weights.
 
     Peak memory is the finished model plus one unpacked parameter. Raises ModelLoadError naming the tensor or file that
-    is missing, unexpected, damaged or of the wrong shape; InvalidRequest for an unknown dtype or load format;
-    NotSupported for a dtype that cannot work on this device or with these weights.
+    is missing, unexpected, damaged or of the wrong shape; InvalidRequest for an unknown dtype or load format, or a
+    model that cannot be split over so many ranks; NotSupported for a dtype that cannot work on this device or with
+    these weights (int4 needs whole groups of 32 columns on every rank).
     """
     if load_format not in ("auto", "dummy"):
         raise InvalidRequest(f"load format {load_format!r} is not known; use 'auto' or 'dummy'")
@@ -81,8 +85,10 @@ def load_model(
             source = GGUFSource(gguf)
         else:
             source = SafetensorsSource(resolved.path)
-        weights = WeightReader(source, weight_format=weight_format.format, device=device, progress=progress)
-        model = Decoder.load(config, weights, max_model_len)
+        weights = WeightReader(
+            source, weight_format=weight_format.format, device=device, group=group, progress=progress
+        )
+        model = Decoder.load(config, weights, max_model_len, group)
         weights.finish()
     logger.info(
         "loaded %s (%s, %.0fM parameters) as %s (%s) in %.2f s",

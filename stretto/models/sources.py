@@ -1,6 +1,7 @@
 """Where weights come from: safetensors checkpoints, GGUF files, or random numbers, behind one small interface.
 
-Owns files, names and shapes as stored. How tensors become parameters is weights.py's.
+Owns files, names and shapes as stored, and reads no more of a tensor than the part that is asked for. How tensors
+become parameters is weights.py's.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -19,6 +21,15 @@ from stretto.errors import ModelLoadError
 from stretto.models.gguf import GGUFFile, GGUFTensor, dequantize, hf_name
 
 INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """The indices of a tensor along one dimension that are to be read; a step of 1."""
+
+    dim: int
+    """0 (rows, or the elements of a vector) or 1 (columns)."""
+    indices: range
 
 
 class WeightSource(Protocol):
@@ -35,8 +46,9 @@ class WeightSource(Protocol):
     def names(self) -> Collection[str]:
         """Every tensor that is there; empty if the source makes up whatever it is asked for."""
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor, of any floating dtype, perhaps a view of the file: to be copied, never kept or written to.
+    def read(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
+        """A tensor of `shape`, or a part of it: any floating dtype, perhaps a view of the file: to be copied, never
+        kept or written to.
 
         Raises ModelLoadError if it is missing, has another shape, or cannot be read.
         """
@@ -78,14 +90,20 @@ class SafetensorsSource:
     def names(self) -> Collection[str]:
         return self._file_of.keys()
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
         file = self._file_of.get(name)
         if file is None:
             _fail_missing(self.origin, name)
-        found = tuple(file.get_slice(name).get_shape())
+        stored = file.get_slice(name)
+        found = tuple(stored.get_shape())
         if found != shape:
             _fail_shape(self.origin, name, found, shape)
-        tensor: Tensor = file.get_tensor(name)
+        tensor: Tensor
+        if part is None:
+            tensor = file.get_tensor(name)
+        else:
+            wanted = slice(part.indices.start, part.indices.stop)
+            tensor = stored[wanted] if part.dim == 0 else stored[:, wanted]
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise ModelLoadError(
                 f"{self.origin}: tensor {name!r} has dtype {tensor.dtype}; supported: float32, float16, bfloat16"
@@ -115,13 +133,19 @@ class GGUFSource:
     def names(self) -> Collection[str]:
         return self._tensors.keys()
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
         tensor = self._tensors.get(name)
         if tensor is None:
             _fail_missing(self.origin, name)
         if tensor.shape != shape:
             _fail_shape(self.origin, f"{name} ({tensor.name})", tensor.shape, shape)
-        return dequantize(tensor)
+        if part is None:
+            return dequantize(tensor)
+        if part.dim == 0:
+            return dequantize(tensor.rows(part.indices))
+        blocks, first_column = tensor.columns(part.indices)
+        begin = part.indices.start - first_column
+        return dequantize(blocks)[:, begin : begin + len(part.indices)]
 
 
 class RandomSource:
@@ -143,17 +167,33 @@ class RandomSource:
         block = torch.empty(self._BLOCK).normal_(std=0.02, generator=generator)
         self._block = block.to(device)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        out = torch.empty(shape, dtype=self._block.dtype, device=self._block.device)
-        flat = out.view(-1)
-        start = zlib.crc32(name.encode()) % self._BLOCK
+    def read(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
+        columns = torch.Size(shape[1:]).numel()
+        if part is not None and part.dim == 1:
+            out = torch.empty(shape[0], len(part.indices), dtype=self._block.dtype, device=self._block.device)
+            # Whole rows, as many as the block is long at a time: a part must be what the whole tensor has there.
+            step = max(1, self._BLOCK // columns)
+            for row in range(0, shape[0], step):
+                rows = min(step, shape[0] - row)
+                whole = self._elements(name, row * columns, rows * columns).view(rows, columns)
+                out[row : row + rows] = whole[:, part.indices.start : part.indices.stop]
+        else:
+            rows_read = range(shape[0]) if part is None else part.indices
+            flat = self._elements(name, rows_read.start * columns, len(rows_read) * columns)
+            out = flat.view(len(rows_read), *shape[1:])
+        return out.add_(1.0) if name.endswith("norm.weight") else out
+
+    def _elements(self, name: str, first: int, count: int) -> Tensor:
+        """`count` elements of a tensor from its element `first` on, as a vector."""
+        flat = torch.empty(count, dtype=self._block.dtype, device=self._block.device)
+        start = (zlib.crc32(name.encode()) + first) % self._BLOCK
         filled = 0
-        while filled < flat.numel():
-            piece = self._block[start : start + flat.numel() - filled]
+        while filled < count:
+            piece = self._block[start : start + count - filled]
             flat[filled : filled + piece.numel()] = piece
             filled += piece.numel()
             start = 0
-        return out.add_(1.0) if name.endswith("norm.weight") else out
+        return flat
 
 
 def _read_index(path: Path) -> Mapping[str, str]:
