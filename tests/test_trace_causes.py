@@ -250,6 +250,39 @@ def test_an_export_of_nsight_systems_gives_the_same_causes(tmp_path: Path) -> No
     assert nsight.steps.method == chrome.steps.method
 
 
+SYNC_CHAIN = [
+    ("cudaStreamSynchronize", "/usr/lib/libcudart.so.12"),
+    ("0x7f0012", "[unknown]"),
+    ("at::native::_local_scalar_dense_cuda(at::Tensor const&)", "/venv/torch/lib/libtorch_cuda.so"),
+    ("torch::autograd::THPVariable_bool_scalar(_object*, _object*)", "/venv/torch/lib/libtorch_python.so"),
+    ("_PyEval_EvalFrameDefault", "/usr/bin/python3.11"),
+]
+
+
+@pytest.mark.parametrize(
+    ("callers", "location"),
+    [
+        ([("sample", "/srv/engine/sampler.py"), ("run", "/srv/engine/loop.py")], "/srv/engine/sampler.py(?): sample"),
+        (
+            [("Engine::sample(Batch&)", "/srv/bin/my_server"), ("main", "/srv/bin/my_server")],
+            "Engine::sample(Batch&) [my_server]",
+        ),
+        ([], "stretto.step"),
+    ],
+)
+def test_a_call_chain_of_an_export_names_who_called(
+    tmp_path: Path, callers: list[tuple[str, str]], location: str
+) -> None:
+    host = overlap_loop(bug="sync@sample", stacks=False)
+    chains = {"cudaStreamSynchronize": SYNC_CHAIN + callers}
+    report = analyze(write_nsight(tmp_path / "t.sqlite", host, chains=chains)).devices[0]
+    assert hidden(report) == [("lost", "truth-value", location)]
+    assert report.findings[0].stack[:2] == (
+        "cudaStreamSynchronize",
+        "at::native::_local_scalar_dense_cuda(at::Tensor const&) [libtorch_cuda.so]",
+    )
+
+
 def test_gaps_and_work_together_are_the_whole_time(tmp_path: Path) -> None:
     for bug in ("", "sync@sample", "pageable@stage"):
         report = report_of(tmp_path, overlap_loop(bug=bug, forward=400))

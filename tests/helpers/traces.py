@@ -80,6 +80,39 @@ class Host:
         self.span("cuda_runtime", call, self.now, end, correlation=self.correlation)
         self.now = end
 
+    def record(self, stream: int = 7) -> tuple[int, int, float]:
+        """Record an event on a stream: the correlation of the call, the stream, and when it will happen."""
+        self.correlation += 1
+        self.span("cuda_runtime", "cudaEventRecord", self.now, self.now + LAUNCH_US, correlation=self.correlation)
+        self.now += LAUNCH_US
+        return self.correlation, stream, self.streams.get(stream, 0.0)
+
+    def wait_event(self, event: tuple[int, int, float], took: float = 1.0) -> None:
+        """Wait for an event; the call takes `took` of its own. Told as `cuda_sync` too."""
+        begin = self.now
+        self.correlation += 1
+        self.now = max(begin + took, event[2] + took)
+        self.span("cuda_runtime", "cudaEventSynchronize", begin, self.now, correlation=self.correlation)
+        self._sync("Event Sync", begin, event, -1)
+
+    def stream_wait(self, stream: int, event: tuple[int, int, float]) -> None:
+        """Let a stream wait for an event. Told as `cuda_sync` too."""
+        begin = self.now
+        self.correlation += 1
+        self.now += LAUNCH_US
+        self.span("cuda_runtime", "cudaStreamWaitEvent", begin, self.now, correlation=self.correlation)
+        self.streams[stream] = max(self.streams.get(stream, 0.0), event[2])
+        self._sync("Stream Wait Event", begin, event, stream)
+
+    def _sync(self, kind: str, begin: float, event: tuple[int, int, float], stream: int) -> None:
+        about = {"cuda_sync_kind": kind, "stream": stream, "device": self.device, "context": 1}
+        about |= {"wait_on_stream": event[1], "wait_on_cuda_event_record_corr_id": event[0]}
+        about |= {"correlation": self.correlation, "wait_on_cuda_event_id": event[0] % 50}
+        self.events.append(
+            {"ph": "X", "cat": "cuda_sync", "name": kind, "pid": self.device, "tid": stream, "ts": begin}
+            | {"dur": self.now - begin, "args": about}
+        )
+
     def item(self, *operators: str, stream: int = 7) -> None:
         """Read a value of the device in these operators, outermost first: a copy and a sync."""
         with self.within("cpu_op", *operators):
@@ -194,7 +227,15 @@ CREATE TABLE ENUM_CUDA_MEM_KIND (id INTEGER, name TEXT, label TEXT);
 CREATE TABLE TARGET_INFO_GPU (id INTEGER, name TEXT);
 CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, globalTid INTEGER);
 CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME
-    (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER, nameId INTEGER);
+    (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER, nameId INTEGER, callchainId INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_SYNCHRONIZATION (start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER,
+    greenContextId INTEGER, streamId INTEGER, correlationId INTEGER, globalPid INTEGER, syncType INTEGER,
+    eventId INTEGER, eventSyncId INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_CUDA_EVENT (timestamp INTEGER, deviceId INTEGER, contextId INTEGER,
+    greenContextId INTEGER, streamId INTEGER, correlationId INTEGER, globalPid INTEGER, eventId INTEGER,
+    eventSyncId INTEGER, UNIQUE (correlationId));
+CREATE TABLE CUDA_CALLCHAINS (id INTEGER, symbol INTEGER, module INTEGER, unresolved INTEGER, originalIP INTEGER,
+    stackDepth INTEGER, PRIMARY KEY (id, stackDepth));
 CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER,
     correlationId INTEGER, globalPid INTEGER, shortName INTEGER, demangledName INTEGER);
 CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER,
@@ -204,11 +245,23 @@ INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H200');
 """
 
 
-def write_nsight(path: Path, *hosts: Host) -> Path:
-    """The same events as an export of Nsight Systems (which has no operators and no Python frames)."""
+def write_nsight(
+    path: Path, *hosts: Host, chains: dict[str, list[tuple[str, str]]] | None = None, numbered_events: bool = True
+) -> Path:
+    """The same events as an export of Nsight Systems (which has no operators and no Python frames).
+
+    `chains`: for calls of these names, the functions and modules that made them, innermost first. Older exports do not
+    number the recordings of an event.
+    """
     database = sqlite3.connect(path)
     database.executescript(_TABLES)
     strings: dict[str, int] = {}
+    chain_of: dict[str, int] = {}
+    for number, (call, frames) in enumerate((chains or {}).items(), 1):
+        chain_of[call] = number
+        for depth, (symbol, module) in enumerate(frames):
+            found = [strings.setdefault(text, len(strings)) for text in (symbol, module)]
+            database.execute("INSERT INTO CUDA_CALLCHAINS VALUES (?, ?, ?, 0, 1, ?)", (number, *found, depth))
     for host in hosts:
         process = host.pid << 24
         for event in host.events:
@@ -219,8 +272,17 @@ def write_nsight(path: Path, *hosts: Host) -> Path:
                 row = (start, end, 59, None, text, process | host.tid)
                 database.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", row)
             elif event["cat"] == "cuda_runtime":
-                row = (start, end, process | host.tid, arguments["correlation"], text)
-                database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", row)
+                row = (start, end, process | host.tid, arguments["correlation"], text, chain_of.get(name))
+                database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?, ?)", row)
+            elif event["cat"] == "cuda_sync":
+                record, source = arguments["wait_on_cuda_event_record_corr_id"], arguments["wait_on_stream"]
+                kind, number = (1 if name == "Event Sync" else 2), (record if numbered_events else None)
+                waits = (start, end, arguments["device"], 1, 0, arguments["stream"], arguments["correlation"], process)
+                made = (0, arguments["device"], 1, 0, source, record, process)
+                for table, values in (("SYNCHRONIZATION", (*waits, kind)), ("CUDA_EVENT", made)):
+                    marks = ", ".join("?" * (len(values) + 2))
+                    command = f"INSERT OR IGNORE INTO CUPTI_ACTIVITY_KIND_{table} VALUES ({marks})"
+                    database.execute(command, (*values, arguments["wait_on_cuda_event_id"], number))
             elif event["cat"] in ("kernel", "gpu_memcpy"):
                 common = (start, end, arguments["device"], arguments["stream"], arguments["correlation"], process)
                 if event["cat"] == "kernel":

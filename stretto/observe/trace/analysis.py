@@ -11,6 +11,7 @@ import numpy as np
 from stretto.observe.trace import intervals
 from stretto.observe.trace.blocking import Blocking, find_blocking
 from stretto.observe.trace.errors import TraceError
+from stretto.observe.trace.event_waits import settle_event_waits
 from stretto.observe.trace.findings import Finding, find_findings
 from stretto.observe.trace.gaps import Gap, explain_gaps
 from stretto.observe.trace.kinds import Cause
@@ -117,9 +118,11 @@ def _analyze_device(
     activities = trace.device
     begin, end = int(activities.start[rows].min()), int(activities.end[rows].max())
     blocking = find_blocking(trace, launches, stacks, rows)
-    gaps = explain_gaps(trace, launches, stacks, rows, blocking)
     replay = Replay(trace, launches, rows, blocking)
     usable = replay.error <= _REPLAY_ERROR
+    if usable:
+        blocking = settle_event_waits(blocking, replay)
+    gaps = explain_gaps(trace, launches, stacks, rows, blocking)
     findings = find_findings(blocking, gaps, replay if usable else None, end - begin)
     findings = [replace(finding, stack=tuple(stacks.frames(finding.span))) for finding in findings]
     thread = _main_thread(trace, launches, rows)

@@ -13,6 +13,7 @@ import numpy as np
 
 from stretto.observe.trace import names as words
 from stretto.observe.trace.kinds import Severity
+from stretto.observe.trace.known_waits import KnownWaits
 from stretto.observe.trace.launches import Launches
 from stretto.observe.trace.model import DeviceKind, HostKind, Ints, Trace
 from stretto.observe.trace.stacks import Stacks
@@ -44,6 +45,19 @@ _PYTHON = {
     "nonzero": "nonzero",
     "__bool__": "truth-value",
 }
+_NATIVE = {
+    "THPVariable_bool": "truth-value",
+    "is_nonzero": "truth-value",
+    "THPVariable_tolist": "tolist",
+    "tensor_to_list": "tolist",
+    "masked_select": "nonzero",
+    "nonzero": "nonzero",
+    "THPVariable_equal": "compare",
+    "repeat_interleave": "repeat-interleave",
+    "THPVariable_item": "item",
+    "_local_scalar_dense": "item",
+}
+"""Parts of the names of PyTorch's own functions in a call chain; of nested ones, the first here says most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,8 @@ class Blocking:
     """The activity whose end ended the wait, as a row of `Trace.device`; -1 if there is none."""
     drained: bool
     """Nothing was left for the device to do when the wait was over."""
+    ready: bool = False
+    """An event that had happened before it was waited for: the call took no more than its own time."""
 
     @property
     def length(self) -> int:
@@ -96,6 +112,7 @@ class _Finder:
         self._last_start = int(device.start[rows].max()) if len(rows) else 0
         self._threads = set(launches.thread[rows].tolist()) - {-1}
         copies = rows[np.isin(device.kind[rows], (DeviceKind.COPY_TO_DEVICE, DeviceKind.COPY_TO_HOST))]
+        self._known = KnownWaits(trace, rows)
         self._copy_of_span = {int(span): int(row) for span, row in zip(launches.span[copies], copies, strict=True)}
 
     def calls(self) -> list[Blocking]:
@@ -182,7 +199,7 @@ class _Finder:
 
     def _named(self, span: int, otherwise: str) -> str:
         """The kind by the operator or the Python method around a call."""
-        kind, rank = "", len(_OPERATORS)
+        kind, rank, native = "", len(_OPERATORS), len(_NATIVE)
         for around in self._stacks.ancestors(span):
             name, what = self._stacks.name(around), self._stacks.kind(around)
             if what == _OPERATOR:
@@ -194,7 +211,9 @@ class _Finder:
                     kind = _PYTHON.get(name.split()[2], "")
                 if words.is_user_frame(name):
                     break
-        return kind or otherwise
+                if name.endswith("]"):
+                    native = min([native, *(i for i, part in enumerate(_NATIVE) if part in name)])
+        return kind or (list(_NATIVE.values())[native] if native < len(_NATIVE) else otherwise)
 
     def _plain(self, span: int, start: int, end: int, kind: str, size: int = -1) -> Blocking:
         waiting_from = int(self._host.start[span])
@@ -202,6 +221,9 @@ class _Finder:
         reach = int(self._reach[before - 1]) if before else 0
         last = int(np.searchsorted(self._ends, end + _DRAINED_NS, side="right")) - 1
         awaited = int(self._by_end[last]) if last >= 0 and self._ends[last] >= waiting_from else -1
+        ready = False
+        if kind == "event-sync":
+            awaited, ready = self._awaited(span, awaited)
         stack = self._stacks.ancestors(span)
         names = self._trace.names
         drained = reach <= end + _DRAINED_NS
@@ -211,7 +233,7 @@ class _Finder:
             severity = Severity.OUTSIDE
         elif kind in ("pageable-upload", "upload"):
             severity = Severity.SHORTENED
-        elif not drained:
+        elif not drained or ready:
             severity = Severity.OVERLAPPED
         else:
             severity = Severity.SHORTENED if kind == "allocation" else Severity.LOST
@@ -227,7 +249,20 @@ class _Finder:
             size,
             awaited,
             drained,
+            ready,
         )
+
+    def _awaited(self, span: int, by_time: int) -> tuple[int, bool]:
+        """The activity that an event wait is for, and whether it was over before the wait began.
+
+        Known for sure in some recordings. Else `by_time`, the last that ended within the wait; if none did, the event
+        had happened.
+        """
+        correlation = int(self._host.correlation[span])
+        known = self._known.awaited(correlation) if correlation >= 0 else None
+        if known is None:
+            return by_time, by_time < 0
+        return known, known < 0 or bool(self._trace.device.end[known] <= self._host.start[span])
 
 
 def _call_class(name: str) -> str:

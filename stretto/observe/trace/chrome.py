@@ -14,7 +14,7 @@ import msgspec
 
 from stretto.observe.trace.errors import TraceError
 from stretto.observe.trace.json_split import NotAnEventList, Truncated, pieces, split_head
-from stretto.observe.trace.model import DeviceKind, HostKind, Trace, TraceBuilder
+from stretto.observe.trace.model import DeviceKind, HostKind, SyncKind, Trace, TraceBuilder
 from stretto.observe.trace.names import tidy
 
 _HOST_KINDS = {
@@ -34,6 +34,13 @@ _HOST_KINDS = {
 _DEVICE_CATEGORIES = frozenset(
     {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "concurrent_kernel", "privateuse1_kernel"}
 )
+_SYNC_KINDS = {
+    "Event Sync": SyncKind.EVENT,
+    "Stream Wait Event": SyncKind.STREAM_WAIT,
+    "Stream Sync": SyncKind.STREAM,
+    "Context Sync": SyncKind.CONTEXT,
+}
+"""Of the category `cuda_sync`, which Kineto writes with `enable_cuda_sync_events`."""
 
 
 class _Arguments(msgspec.Struct, gc=False):
@@ -42,6 +49,8 @@ class _Arguments(msgspec.Struct, gc=False):
     device: Any = None
     bytes: Any = None
     name: Any = None
+    wait_on_stream: Any = None
+    wait_on_cuda_event_record_corr_id: Any = None
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -162,6 +171,8 @@ class _EventReader:
             category = event.cat.lower() if isinstance(event.cat, str) else ""
             kind = _HOST_KINDS.get(category)
             if kind is None and category not in _DEVICE_CATEGORIES:
+                if category == "cuda_sync":
+                    self._sync(event)
                 return
         start = event.ts if type(event.ts) is float else _number(event.ts)
         length = duration if type(duration) is float else _number(duration)
@@ -198,6 +209,23 @@ class _EventReader:
         kind = activity_kind(event.cat.lower(), event.name)
         pageable = kind.is_copy and "pageable" in event.name.lower()
         self._builder.add_device(start, end, name, lane, kind, correlation, size, pageable)
+
+    def _sync(self, event: _Event) -> None:
+        """What a wait is for. Its call is there a second time, as a runtime call with the times."""
+        kind, arguments = _SYNC_KINDS.get(str(event.name)), event.args
+        if kind is None or arguments is None:
+            return
+        stream = None if arguments.stream is None else _whole(arguments.stream)
+        source = None if arguments.wait_on_stream is None else _whole(arguments.wait_on_stream)
+        record = arguments.wait_on_cuda_event_record_corr_id
+        self._builder.add_sync(
+            kind,
+            _whole(arguments.correlation),
+            str(event.pid if arguments.device is None else arguments.device),
+            stream=stream if kind is SyncKind.STREAM else source,
+            waiter=stream if kind is SyncKind.STREAM_WAIT else None,
+            record=-1 if record is None else _whole(record),
+        )
 
     def _metadata(self, event: _Event) -> None:
         name = event.args.name if event.args is not None else None

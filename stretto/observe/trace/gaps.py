@@ -75,7 +75,7 @@ class _Debt:
         if one.is_hidden or (one.severity is Severity.PLANNED and one.drained):
             if one.length >= self.left:
                 self.owner, self.left = index, one.length
-        elif not one.drained and one.length >= _LEAD_NS:
+        elif not one.drained and not one.ready and one.length >= _LEAD_NS:
             self.left = 0  # the host is ahead again: it had to wait although work was queued
 
 
@@ -146,7 +146,7 @@ class _Explainer:
             i = mine[debt.next]
             one = self._blocking[i]
             begin, stop = max(at, one.start), min(end, one.end)
-            if stop - begin >= _CLOSE_NS:
+            if stop - begin >= _CLOSE_NS and not one.ready:  # else the call's own time: the host's
                 if begin > at:
                     found.append(self._host_late(at, begin, row, thread, span, previous, ask))
                 found.append(self._blocked(begin, stop, i, row))

@@ -17,7 +17,7 @@ class Severity(StrEnum):
     SHORTENED = "shortened"
     """The host waits for a copy up, or for memory: only the next launch comes later."""
     OVERLAPPED = "overlapped"
-    """The host waits, but the device has more work queued: as it should be."""
+    """The host waits, but the device has more work queued, or all is done already: as it should be."""
     PLANNED = "planned"
     """The wait for a finished step's results, at its place."""
     OUTSIDE = "outside"

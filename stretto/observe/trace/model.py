@@ -103,6 +103,34 @@ class Activities:
         return len(self.start)
 
 
+class SyncKind(IntEnum):
+    """What waits for what; the numbers are CUPTI's."""
+
+    EVENT = 1
+    """The host for an event."""
+    STREAM_WAIT = 2
+    """A stream for an event."""
+    STREAM = 3
+    """The host for a stream."""
+    CONTEXT = 4
+    """The host for everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """What some recordings know for sure about a wait. The times are those of its call."""
+
+    kind: SyncKind
+    correlation: int
+    """Of the call that waits, or that makes a stream wait."""
+    lane: int
+    """The stream that is waited for, as the index of a lane; -1 if it is not known or does nothing."""
+    waiter: int
+    """The stream that waits; -1 for the host."""
+    record: int
+    """Correlation of the call that recorded the event; -1 if it is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """One file, read. `origin_ns` is what was subtracted from every time."""
@@ -118,6 +146,7 @@ class Trace:
     device_names: dict[str, str] = field(default_factory=dict)
     rank: int | None = None
     warnings: tuple[str, ...] = ()
+    syncs: tuple[Sync, ...] = ()
 
     @property
     def length_ns(self) -> int:
@@ -142,6 +171,7 @@ class TraceBuilder:
         self._lane_index: dict[tuple[str, str], int] = {}
         self._host: list[tuple[int, int, int, int, int, int]] = []
         self._device: list[tuple[int, int, int, int, int, int, int, int]] = []
+        self._syncs: list[tuple[SyncKind, int, tuple[str, str], tuple[str, str], int]] = []
 
     def __len__(self) -> int:
         return len(self._host) + len(self._device)
@@ -189,6 +219,19 @@ class TraceBuilder:
         """An activity of a stream; times in ns on the file's own clock."""
         self._device.append((start, max(start, end), name, lane, kind, correlation, size, pageable))
 
+    def add_sync(
+        self,
+        kind: SyncKind,
+        correlation: int,
+        device: str,
+        *,
+        stream: int | None = None,
+        waiter: int | None = None,
+        record: int = -1,
+    ) -> None:
+        """What a wait is for; streams by their numbers on the device. Makes no lane for a stream without work."""
+        self._syncs.append((kind, correlation, (device, str(stream)), (device, str(waiter)), record))
+
     def finish(self) -> Trace:
         """The trace. Rows are sorted, times are counted from the first event."""
         host = np.array(self._host, dtype=np.int64).reshape(-1, 6)
@@ -215,6 +258,10 @@ class TraceBuilder:
             self.device_names,
             self.rank,
             tuple(self.warnings),
+            tuple(
+                Sync(kind, correlation, self._lane_index.get(lane, -1), self._lane_index.get(waiter, -1), record)
+                for kind, correlation, lane, waiter, record in self._syncs
+            ),
         )
 
 

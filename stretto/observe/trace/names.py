@@ -26,7 +26,11 @@ PHASES = ("stretto.receive", "stretto.schedule", "stretto.launch", "stretto.proc
 _VERSION = re.compile(r"(_v\d+|_ptsz|_ptds)+$")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NUMBER = re.compile(r"\d+")
-_FRAME = re.compile(r"^(?P<file>.*)\((?P<line>\d+)\): (?P<function>.+)$")
+_FRAME = re.compile(r"^(?P<file>.*)\((?P<line>\d+|\?)\): (?P<function>.+)$")
+_NATIVE = re.compile(r"^(?P<symbol>.+) \[(?P<module>[^\[\]]+)\]$")
+_OTHERS_LIBRARY = re.compile(
+    r"^(libtorch|libc10|libpython|python|libcu|libnv|libnccl|_C\.|libshm|libgomp|libaoti|libtriton)"
+)
 _SYNCHRONIZE = re.compile(r"^(cuda|hip|cu|musa|acl|aclrt|xpu)(Stream|Device|Event|Ctx|Context|Thread)Synchronize")
 _BLOCKING_COPY = re.compile(r"^(cuda|hip|cu)Mem(cpy|set)(?!.*Async)")
 _COPY = re.compile(r"^(cuda|hip|cu)Memcpy")
@@ -95,9 +99,9 @@ def is_wait(name: str) -> bool:
 
 
 def frame(name: str) -> tuple[str, int, str] | None:
-    """(file, line, function) of a Python frame; None for other names."""
+    """(file, line, function) of a Python frame, line 0 if it is not known; None for other names."""
     match = _FRAME.match(name)
-    return (match["file"], int(match["line"]), match["function"]) if match else None
+    return (match["file"], int(match["line"].replace("?", "0")), match["function"]) if match else None
 
 
 @lru_cache(maxsize=65536)
@@ -105,7 +109,8 @@ def is_user_frame(name: str) -> bool:
     """A frame of somebody's own code: not torch's, not the standard library's."""
     parts = frame(name)
     if parts is None:
-        return False
+        native = _NATIVE.match(name)  # of a call chain of Nsight Systems
+        return native is not None and not _OTHERS_LIBRARY.match(native["module"])
     file = parts[0].replace("\\", "/")
     if file.startswith(("<", "torch/", "nn.Module")) or "/torch/" in file:
         return False

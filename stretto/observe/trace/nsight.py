@@ -6,18 +6,22 @@ Owns the meaning of its tables. Every table but the strings may be missing: it e
 from __future__ import annotations
 
 import sqlite3
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from stretto.observe.trace.errors import TraceError
-from stretto.observe.trace.model import DeviceKind, HostKind, Trace, TraceBuilder
+from stretto.observe.trace.model import DeviceKind, HostKind, SyncKind, Trace, TraceBuilder
 from stretto.observe.trace.names import call_name
+from stretto.observe.trace.nsight_chains import CallChains
 
 _COPY_KINDS = {1: DeviceKind.COPY_TO_DEVICE, 2: DeviceKind.COPY_TO_HOST}
 _COPY_NAMES = {1: "Memcpy HtoD", 2: "Memcpy DtoH", 8: "Memcpy DtoD", 10: "Memcpy PtoP"}
 _PUSH_POP, _START_END = 59, 60  # eventType of NVTX ranges
 _CORRELATION_BITS = 40
+_SYNC_KINDS = {int(kind): kind for kind in SyncKind}
+_MEMORY = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed"}
 
 
 def read_nsight(path: Path) -> Trace:
@@ -47,12 +51,14 @@ class _Export:
         if "StringIds" not in self._tables:
             raise TraceError(f"{self._path} is a database, but no export of Nsight Systems (it has no StringIds)")
         self._strings: dict[int, str] = dict(self._database.execute("SELECT id, value FROM StringIds"))
+        self._chains = CallChains(self._rows, self._strings)
         self._read_names()
         self._read_calls("CUPTI_ACTIVITY_KIND_RUNTIME", HostKind.CALL)
         self._read_calls("OSRT_API", HostKind.SYSTEM_WAIT)
         self._read_annotations()
         self._read_kernels()
         self._read_copies()
+        self._read_syncs()
         if not len(self._builder):
             raise TraceError(f"{self._path} holds no CUDA or NVTX events; profile with: nsys profile -t cuda,nvtx,osrt")
         return self._builder.finish()
@@ -74,14 +80,17 @@ class _Export:
 
     def _read_calls(self, table: str, kind: HostKind) -> None:
         columns = {"start": "NULL", "end": "NULL", "globalTid": "0", "nameId": "NULL", "correlationId": "-1"}
-        for start, end, thread, name, correlation in self._rows(table, columns):
+        for start, end, thread, name, correlation, chain in self._rows(table, columns | {"callchainId": "NULL"}):
             if start is None:
                 continue
+            end, owner = start if end is None else end, self._thread_id(thread)
+            for frame in self._chains.frames(chain):
+                self._builder.add_host(start, end, self._builder.name_id(frame), owner, HostKind.PYTHON)
             self._builder.add_host(
                 start,
-                start if end is None else end,
+                end,
                 self._builder.name_id(call_name(self._strings.get(name, "?"))),
-                self._thread_id(thread),
+                owner,
                 kind,
                 _correlation(thread, correlation) if kind is HostKind.CALL else -1,
             )
@@ -116,8 +125,9 @@ class _Export:
             self._add(f"CUDA graph {graph}", start, end, device, stream, correlation, process, DeviceKind.KERNEL)
 
     def _read_copies(self) -> None:
-        memory = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed"}
-        memory |= {int(i): str(label) for i, label in self._rows("ENUM_CUDA_MEM_KIND", {"id": "0", "label": "''"})}
+        memory = _MEMORY | {
+            int(i): str(label) for i, label in self._rows("ENUM_CUDA_MEM_KIND", {"id": "0", "label": "''"})
+        }
         kinds = {"bytes": "-1", "copyKind": "0", "srcKind": "NULL", "dstKind": "NULL"}
         for start, end, device, stream, correlation, process, size, copy, source, target in self._rows(
             "CUPTI_ACTIVITY_KIND_MEMCPY", _ACTIVITY | kinds
@@ -131,6 +141,33 @@ class _Export:
             "CUPTI_ACTIVITY_KIND_MEMSET", _ACTIVITY | {"bytes": "-1"}
         ):
             self._add("Memset (Device)", start, end, device, stream, correlation, process, DeviceKind.SET, size)
+
+    def _read_syncs(self) -> None:
+        """What waits are for. Their calls are among the runtime calls, with the times."""
+        recorded: dict[tuple[Any, ...], list[tuple[int, int]]] = {}  # event -> (correlation, stream), by correlation
+        columns = {"deviceId": "0", "contextId": "0", "streamId": "-1", "correlationId": "-1", "globalPid": "0"}
+        events = columns | {"eventId": "-1", "eventSyncId": "NULL"}
+        for _, context, stream, correlation, process, event, sync in self._rows(
+            "CUPTI_ACTIVITY_KIND_CUDA_EVENT", events
+        ):
+            # An event may be recorded again and again; newer exports number the recordings.
+            for key in ((process, context, event), *([(process, "sync", sync)] if sync else [])):
+                recorded.setdefault(key, []).append((_correlation(process, correlation), stream))
+        for found in recorded.values():
+            found.sort()
+        for device, context, stream, correlation, process, event, sync, kind in self._rows(
+            "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", events | {"syncType": "0"}
+        ):
+            if kind not in _SYNC_KINDS:
+                continue
+            number = _correlation(process, correlation)
+            record, source = -1, stream
+            if kind in (SyncKind.EVENT, SyncKind.STREAM_WAIT):
+                known = recorded.get((process, "sync", sync)) or recorded.get((process, context, event), [])
+                before = bisect_left(known, (number, -1))
+                record, source = known[before - 1] if before else (-1, -1)
+            waiter = stream if kind == SyncKind.STREAM_WAIT else None
+            self._builder.add_sync(_SYNC_KINDS[kind], number, str(device), stream=source, waiter=waiter, record=record)
 
     def _add(
         self,

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from stretto.observe.trace.blocking import Blocking
 from stretto.observe.trace.gaps import Gap
 from stretto.observe.trace.kinds import Cause, Severity
+from stretto.observe.trace.known_waits import KnownWaits
 from stretto.observe.trace.launches import Launches
 from stretto.observe.trace.model import Ints, Trace
 
@@ -68,9 +70,9 @@ class Replay:
         self._run_lane, self._run_span = lane[first][by_start], span[first][by_start]
         self._run_launch = launches.start[order[first]][by_start]
         self._run_thread = launches.thread[order[first]][by_start]
-        self._constraints()
+        self._constraints(KnownWaits(trace, rows))
 
-    def _constraints(self) -> None:
+    def _constraints(self, known_waits: KnownWaits) -> None:
         """For each run: latency after its launch, pause after its predecessor, and what else it waited for."""
         lanes: dict[int, int] = {}
         n = len(self._run_start)
@@ -104,8 +106,22 @@ class Replay:
             & (start - ready > _NEAR_NS)
         )
         self._depends[waited] = nearest[waited]
+        if known_waits.tell_of_streams:
+            waited = self._known_waits(known_waits, ready)
         self._latency[waited] = np.minimum(self._latency[waited], usual)
         self._pause[waited] = np.minimum(self._pause[waited], 1_000)
+
+    def _known_waits(self, known_waits: KnownWaits, ready: Ints) -> npt.NDArray[np.bool_]:
+        """Take the waits between streams from the recording; which runs began later because of one."""
+        self._depends[:] = -1
+        held = np.zeros(len(ready), dtype=np.bool_)
+        for consumer, producer in known_waits.between_streams():
+            run, other = self._run_of_row[consumer], self._run_of_row[producer]
+            previous = int(self._depends[run])
+            if other != run and (previous < 0 or self._run_end[other] > self._run_end[previous]):
+                self._depends[run] = other
+                held[run] = bool(self._run_end[other] > ready[run])
+        return held
 
     def _calls(self, trace: Trace, launches: Launches) -> None:
         """The launches and waits of every thread, in order of time."""

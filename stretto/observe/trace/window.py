@@ -75,7 +75,7 @@ def _windows(trace: Trace, launches: Launches, rows: Ints, steps: Steps, blockin
             for one in blocking
             if one.thread == thread
             and one.severity is not Severity.OUTSIDE
-            and (one.drained or one.is_hidden)
+            and (one.is_hidden or (one.drained and not one.ready))
             and one.length >= _LEAST_BLOCK_NS
         ]
     )
