@@ -30,8 +30,11 @@ from stretto.request import FinishReason, Request, RequestState, SamplingParams,
 from stretto.scheduler.batch import StepOutput
 from stretto.scheduler.loop import Loop, Witness
 from stretto.scheduler.scheduler import Scheduler
-from stretto.scheduler.turns import AddRequest, EndRequest, LocalTurns, Message, TurnSource
+from stretto.scheduler.turns import AddRequest, EndRequest, Inbox, LocalTurns, Message, TurnSource
 from stretto.tokenizer import Tokenizer
+
+MakeTurns = Callable[[Inbox, Callable[[], float]], TurnSource]
+"""(messages of this process, its clock) -> where the loop gets its turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +116,12 @@ class Runtime:
         engine_type: Callable[..., Engine] = Engine,
         loop_type: type[Loop] = Loop,
         make_runner: MakeRunner = EagerRunner,
-        make_turns: Callable[[LocalTurns], TurnSource] | None = None,
+        make_turns: MakeTurns = LocalTurns,
         make_witness: Callable[[Scheduler], Witness] | None = None,
     ) -> None:
         """From parts; `start` makes the parts from options. The types are for who studies what a guard is worth.
 
-        `make_turns` puts another source of turns in front of this process's own, or in its place; `make_witness` makes
-        what is told each processed step.
+        `make_turns` is given this process's messages and clock; `make_witness` makes what is told each processed step.
         """
         self.scheduler_config = config
         self.device = device
@@ -145,11 +147,10 @@ class Runtime:
         self._timeline = Timeline(device)
         self._tokenizer = tokenizer
         self._outbox = _Outbox()
-        local = LocalTurns(self._outbox, device.now)
         self.loop = loop_type(
             self.scheduler,
             self.engine,
-            local if make_turns is None else make_turns(local),
+            make_turns(self._outbox, device.now),
             self._timeline,
             None if make_witness is None else make_witness(self.scheduler),
         )
