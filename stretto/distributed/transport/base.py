@@ -57,7 +57,7 @@ class Limits:
     largest_message: int = 256 * 2**20
     """Bytes; a longer message is refused by `publish` (ValueError) and is an error where it arrives."""
     pending_bytes: int = 16 * 2**20
-    """What may wait for a follower that does not read. A longer message is let through piece by piece, or alone."""
+    """What may wait for a follower that does not read. A very long message passes in pieces, or when half is free."""
     patience_s: float = 10.0
     """How long `publish` waits for room before it raises FollowerBehind."""
     linger_s: float = 2.0
