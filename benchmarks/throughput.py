@@ -1,11 +1,12 @@
 """Output tokens per second of SmolLM2-135M on this CPU, end to end: Stretto in every weight format, as a ratio to the
-best `transformers` configuration of the same run.
+best `transformers` configuration of the same run, and to llama.cpp where an interpreter that has it is named.
 
 Every contender runs in a process of its own with the same number of threads, on the same prompts (64 to 128 tokens,
 128 new ones, end-of-sequence ignored, greedy). Rounds go through all contenders, so that a machine that drifts (15 %
 is usual) drifts for all; ratios are taken within a round, and their median is reported.
 
-    python benchmarks/throughput.py [--rounds 3] [--threads 2] [--out benchmarks/results/throughput.json]
+    python benchmarks/throughput.py [--rounds 3] [--threads 2] [--out benchmarks/results/cpu_throughput.json]
+        [--llama-cpp PYTHON]   an interpreter in which llama-cpp-python is installed; it runs the same GGUF file
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ VOCABULARY = 49_152
 STRETTO = ("float32", "float16", "bfloat16", "int4")
 DEFAULT_DTYPE = "float16"
 TRANSFORMERS = tuple(f"{dtype}, {cache} cache" for dtype in ("float32", "bfloat16") for cache in ("dynamic", "static"))
-# Measured once on another day with the same kind of machine; never part of a ratio that is called measured here.
-LLAMA_CPP_REFERENCE = {"1": 133.0, "8": 225.0, "32": 251.0}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -110,6 +109,18 @@ def run_transformers(configuration: str, batches: Sequence[int], threads: int, m
     return rates
 
 
+def run_llama_cpp(python: str, batches: Sequence[int], threads: int, model: str) -> dict[str, float]:
+    """Tokens per second by batch size, and `decode N`: without the prefill."""
+    task = {"threads": threads, "new": NEW_TOKENS, "prompts": {str(batch): prompts(batch) for batch in batches}}
+    peer = Path(__file__).with_name("llama_cpp_peer.py")
+    done = subprocess.run([python, str(peer), model, json.dumps(task)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp failed:\n{done.stderr[-3000:]}")
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    print("  llama.cpp: " + ", ".join(f"{key}: {rate:.1f}" for key, rate in rates.items()), flush=True)
+    return rates
+
+
 def run_alone(engine: str, configuration: str, batches: Sequence[int], threads: int, model: str) -> dict[str, float]:
     """One contender in a process of its own."""
     command = [sys.executable, __file__, "--threads", str(threads), "--model", model]
@@ -123,10 +134,11 @@ def run_alone(engine: str, configuration: str, batches: Sequence[int], threads: 
     return rates
 
 
-def measure(rounds: int, threads: int, model: str) -> dict[str, Any]:
+def measure(rounds: int, threads: int, model: str, llama_cpp: str | None) -> dict[str, Any]:
     """All rounds. After the first, only the fastest `transformers` configurations of a batch size run on."""
     stretto: dict[str, list[dict[str, float]]] = {dtype: [] for dtype in STRETTO}
     peers: dict[str, list[dict[str, float]]] = {name: [] for name in TRANSFORMERS}
+    llama: list[dict[str, float]] = []
     wanted: dict[str, list[int]] = {name: list(BATCHES) for name in TRANSFORMERS}
     for number in range(rounds):
         print(f"round {number + 1} of {rounds} (output tokens/s by batch size)", flush=True)
@@ -134,10 +146,12 @@ def measure(rounds: int, threads: int, model: str) -> dict[str, Any]:
             stretto[dtype].append(run_alone("stretto", dtype, BATCHES, threads, model))
         for name, batches in wanted.items():
             peers[name].append(run_alone("transformers", name, batches, threads, model) if batches else {})
+        if llama_cpp is not None:
+            llama.append(run_llama_cpp(llama_cpp, BATCHES, threads, model))
         if number == 0:
             keep = {(best_peer(peers, 0, batch, dtypes)[0], batch) for batch in BATCHES for dtypes in ("", "float32")}
             wanted = {name: [batch for batch in BATCHES if (name, batch) in keep] for name in TRANSFORMERS}
-    return {"stretto": stretto, "transformers": peers}
+    return {"stretto": stretto, "transformers": peers, "llama.cpp": llama}
 
 
 def best_peer(peers: dict[str, list[dict[str, float]]], number: int, batch: int, dtype: str) -> tuple[str, float]:
@@ -152,7 +166,7 @@ def best_peer(peers: dict[str, list[dict[str, float]]], number: int, batch: int,
 
 def summarise(measured: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Medians over the rounds: rates, and ratios taken within each round."""
-    stretto, peers = measured["stretto"], measured["transformers"]
+    stretto, peers, llama = measured["stretto"], measured["transformers"], measured["llama.cpp"]
     summary: dict[str, Any] = {"prefill_tokens_per_s": {d: median(r["prefill"] for r in stretto[d]) for d in STRETTO}}
     for batch in BATCHES:
         key = str(batch)
@@ -172,8 +186,13 @@ def summarise(measured: dict[str, Any], rounds: int) -> dict[str, Any]:
             "default_dtype_over_transformers_float32": median(
                 entry[key] / peer for entry, peer in zip(stretto[DEFAULT_DTYPE], float32, strict=True)
             ),
-            "best_dtype_over_llama_cpp_reference": rates[best] / LLAMA_CPP_REFERENCE[key],
         }
+        if llama:
+            summary[key]["llama_cpp_tokens_per_s"] = median(entry[key] for entry in llama)
+            summary[key]["llama_cpp_decode_tokens_per_s"] = median(entry[f"decode {key}"] for entry in llama)
+            summary[key]["best_dtype_over_llama_cpp"] = median(
+                entry[key] / peer[key] for entry, peer in zip(stretto[best], llama, strict=True)
+            )
     return summary
 
 
@@ -189,10 +208,11 @@ def show(summary: dict[str, Any]) -> None:
             f"default ({DEFAULT_DTYPE}) / transformers float32 ({row['transformers_float32_tokens_per_s']:.0f}): "
             f"{row['default_dtype_over_transformers_float32']:.2f}x"
         )
-        print(
-            f"  best / llama.cpp Q4_1 as measured elsewhere ({LLAMA_CPP_REFERENCE[str(batch)]:.0f}, not in this run): "
-            f"{row['best_dtype_over_llama_cpp_reference']:.2f}x"
-        )
+        if "best_dtype_over_llama_cpp" in row:
+            print(
+                f"  best / llama.cpp ({row['llama_cpp_tokens_per_s']:.0f}; its decoding alone "
+                f"{row['llama_cpp_decode_tokens_per_s']:.0f}): {row['best_dtype_over_llama_cpp']:.2f}x"
+            )
     prefill = ", ".join(f"{dtype} {rate:.0f}" for dtype, rate in summary["prefill_tokens_per_s"].items())
     print(f"prefill of {PREFILL_LEN}-token prompts: {prefill} tokens/s")
 
@@ -203,7 +223,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--model", help="path of SmolLM2-135M-Instruct; found or fetched by default")
-    parser.add_argument("--out", type=Path, default=RESULTS / "throughput.json")
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter that has llama-cpp-python")
+    parser.add_argument("--out", type=Path, default=RESULTS / "cpu_throughput.json")
     parser.add_argument("--contender", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender:
@@ -216,7 +237,7 @@ def main() -> None:
     from stretto.models.resolve import resolve_model
 
     model = arguments.model or str(resolve_model("smollm2-135m").path)
-    measured = measure(arguments.rounds, arguments.threads, model)
+    measured = measure(arguments.rounds, arguments.threads, model, arguments.llama_cpp)
     summary = summarise(measured, arguments.rounds)
     show(summary)
     report = {
@@ -224,7 +245,6 @@ def main() -> None:
         "threads": arguments.threads,
         "versions": versions(),
         "new_tokens": NEW_TOKENS,
-        "llama_cpp_reference_not_measured_here": LLAMA_CPP_REFERENCE,
         "summary": summary,
         "rounds": measured,
     }
