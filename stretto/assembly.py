@@ -13,6 +13,9 @@ from stretto.attention.paged_torch import PagedTorchAttention
 from stretto.config import EngineConfig, SchedulerConfig
 from stretto.device.base import Device
 from stretto.device.cpu import CpuDevice
+from stretto.distributed.children import threads_of_rank
+from stretto.distributed.member import ALONE, Member
+from stretto.distributed.place import Place
 from stretto.engine.memory import MemoryPlan, plan_memory
 from stretto.engine.runner import EagerRunner, MakeRunner
 from stretto.errors import InvalidRequest, ModelLoadError
@@ -49,13 +52,18 @@ class Parts:
     """How the GPU's memory was divided; None on a CPU, or where the cache's size was given."""
 
 
-def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
-    """Find the model, load it and size everything. Blocks on network and disk.
+def assemble(config: EngineConfig, progress: Progress | None = None, member: Member = ALONE) -> Parts:
+    """Find the model, load it and size everything. Blocks on network and disk, and with other ranks on those.
 
-    Raises ModelLoadError or InvalidRequest; then nothing is left running.
+    `member`: this rank among those that share the model. Raises ModelLoadError or InvalidRequest; then nothing of it
+    is left running.
     """
-    say = progress or (lambda what, share: None)
-    device = _device(config)
+    tell = progress or (lambda what, share: None)
+
+    def say(what: str, share: float) -> None:
+        tell(what, member.loading(what, share))
+
+    device = _device(config, member.place)
     try:
         resolved = resolve_model(
             config.model, revision=config.revision, token=config.hf_token, progress=lambda text: say(text, 0.0)
@@ -63,6 +71,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
         model_config = load_config(resolved)
         tokenizer = _tokenizer(config, resolved)
         max_model_len = _max_model_len(config, model_config)
+        group = member.join(resolved, model_config, device)
         model = device.call(
             lambda: load_model(
                 resolved,
@@ -71,11 +80,14 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
                 max_model_len=max_model_len,
                 device=device.torch_device,
                 seed=config.seed,
+                group=group,
                 progress=lambda done, total: say("loading weights", done / max(total, 1)),
             ),
         )
         memory = _memory(config, model, max_model_len, device)
-        scheduler_config = _scheduler_config(config, model, max_model_len, tokenizer, device, memory)
+        scheduler_config = member.agree_on_sizes(
+            _scheduler_config(config, model, max_model_len, tokenizer, device, memory)
+        )
         attention, make_runner = device.call(lambda: _attention(config, scheduler_config, model, device))
         say("ready", 1.0)
         return Parts(scheduler_config, device, model, attention, model_config, tokenizer, make_runner, memory)
@@ -84,18 +96,19 @@ def assemble(config: EngineConfig, progress: Progress | None = None) -> Parts:
         raise
 
 
-def _device(config: EngineConfig) -> Device:
+def _device(config: EngineConfig, place: Place) -> Device:
+    """The device of this rank: with others on its host, a GPU of its own or a share of the cores."""
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
-        return CpuDevice(config.num_threads)
+        return CpuDevice(config.num_threads if place.size == 1 else threads_of_rank(config, place))
     from stretto.device.cuda import CudaDevice
 
     kind, _, index = name.partition(":")
     if kind != "cuda" or (index and not index.isdigit()):
         raise InvalidRequest(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
-    return CudaDevice(int(index or 0))
+    return CudaDevice(int(index) if index else place.local_rank if place.size > 1 else 0)
 
 
 def _tokenizer(config: EngineConfig, resolved: ResolvedModel) -> Tokenizer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,15 +18,18 @@ from stretto.cache.page_pool import PagePool
 from stretto.cache.radix import RadixCache
 from stretto.config import EngineConfig, SchedulerConfig
 from stretto.device.base import Device
+from stretto.distributed.link import Beat
+from stretto.distributed.member import ALONE, Member
+from stretto.distributed.place import place_of
 from stretto.engine.engine import Engine, StepModel
 from stretto.engine.random import fresh_seed
 from stretto.engine.runner import EagerRunner, MakeRunner
-from stretto.errors import EngineBroken, InvalidRequest, NotSupported, Overloaded
+from stretto.errors import EngineBroken, InvalidRequest, NotSupported, Overloaded, StrettoError
 from stretto.observe.annotations import mark
 from stretto.observe.engine import ObservedEngine
 from stretto.observe.inject import Faults
 from stretto.observe.sync_guard import SyncGuard
-from stretto.observe.timeline import Timeline
+from stretto.observe.timeline import LAUNCH, OTHER, PROCESS, RECEIVE, SCHEDULE, WAIT, Timeline
 from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray
 from stretto.scheduler.batch import StepOutput
 from stretto.scheduler.loop import Loop, Witness
@@ -35,6 +39,10 @@ from stretto.tokenizer import Tokenizer
 
 MakeTurns = Callable[[Inbox, Callable[[], float]], TurnSource]
 """(messages of this process, its clock) -> where the loop gets its turns."""
+
+logger = logging.getLogger("stretto.ranks")
+ACTIVITIES = {OTHER: "outside", RECEIVE: "receive", WAIT: "device"} | dict.fromkeys((SCHEDULE, LAUNCH, PROCESS), "host")
+"""What other ranks are told about the phases of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,8 @@ class Runtime:
         loop_type: type[Loop] = Loop,
         make_runner: MakeRunner = EagerRunner,
         make_turns: MakeTurns = LocalTurns,
-        make_witness: Callable[[Scheduler], Witness] | None = None,
+        make_witness: Callable[[Scheduler], Witness | None] | None = None,
+        member: Member = ALONE,
     ) -> None:
         """From parts; `start` makes the parts from options. The types are for who studies what a guard is worth.
 
@@ -154,19 +163,40 @@ class Runtime:
             self._timeline,
             None if make_witness is None else make_witness(self.scheduler),
         )
+        self._member = member
         self._requests: dict[int, Request] = {}
         self._num_arrived = 0
         self._pid = os.getpid()
+        self._inside = False
+        """A turn is under way."""
+        self._closed = False
         self._output_tokens = 0
 
     @classmethod
     def start(cls, config: EngineConfig, progress: Progress | None = None) -> Runtime:
-        """Find and load the model that `config` names and set everything up. Blocks on network and disk.
+        """Find and load the model that `config` names and set everything up. Blocks on network, disk and other ranks.
 
-        `progress` is told what is being done and how much of it is. Raises ModelLoadError or InvalidRequest.
+        `progress` is told what is being done and how much of it is. With more than one rank this process becomes the
+        leader, and starts the others of its host. If it is another rank (on a further host, or by torchrun), it serves
+        the leader until that one stops, and then leaves: raises SystemExit(0).
+        Raises ModelLoadError or InvalidRequest; EngineBroken if a rank is lost.
         """
+        if config.tensor_parallel_size == 1:
+            return cls.assemble(config, progress)
+        # What a single rank never needs.
+        from stretto.distributed.leader import lead
+        from stretto.distributed.lend import lend_process
+
+        place = place_of(config)
+        if not place.leads:
+            lend_process(config, place, lambda member: cls.assemble(config, None, member))
+        return lead(config, place, progress, lambda member: cls.assemble(config, progress, member))
+
+    @classmethod
+    def assemble(cls, config: EngineConfig, progress: Progress | None = None, member: Member = ALONE) -> Runtime:
+        """The engine of one rank: `start` for a rank that has its place among the others."""
         faults = Faults.parse(config.inject)
-        parts = assemble(config, progress)
+        parts = assemble(config, progress, member)
         guard = SyncGuard(config.sync_guard, cpu_as_device=parts.device.torch_device.type == "cpu")
         observed = partial(ObservedEngine, guard=guard, faults=faults)
         return cls(
@@ -177,6 +207,9 @@ class Runtime:
             tokenizer=parts.tokenizer,
             engine_type=observed,
             make_runner=parts.make_runner,
+            make_turns=member.turns,
+            make_witness=member.witness,
+            member=member,
         )
 
     @property
@@ -321,7 +354,16 @@ class Runtime:
         """
         if os.getpid() != self._pid:
             raise EngineBroken("the engine belongs to the process that made it; make one in each process")
-        outputs = self.loop.turn()
+        self._member.check()
+        try:
+            self._inside = True
+            outputs = self.loop.turn()
+        except Exception as error:
+            if (cause := self._member.broken(error)) is not None:
+                raise cause from error
+            raise
+        finally:
+            self._inside = False
         for output in outputs:
             self._output_tokens += len(output.tokens)
             for request in output.finished:
@@ -374,8 +416,41 @@ class Runtime:
             num_waiting=self.scheduler.num_waiting,
         )
 
+    def follow(self) -> int:
+        """Do the turns that come, up to the last one; the number of steps. Blocks for as long as the engine lives."""
+        with self.running():
+            self._inside = True
+            while not self.loop.stopped:
+                self.loop.turn()
+            self._inside = False
+        return self._timeline.steps
+
+    def beat(self) -> Beat:
+        """What the loop does. Any thread."""
+        phase, since_s = self._timeline.phase()
+        activity = ACTIVITIES[phase] if self._inside else "outside"
+        return Beat("running", activity, self._timeline.steps, since_s)
+
     def close(self) -> None:
-        """Let launched steps end, then end the device. Idempotent."""
+        """Let launched steps end, on all ranks the same ones, then end the device. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        orderly = self._last_turn()
         self.device.close()
         if self.guard is not None:
             self.guard.close()
+        if os.getpid() == self._pid:
+            self._member.close(orderly=orderly)
+
+    def _last_turn(self) -> bool:
+        """Stop with other ranks at the same step; False if the engine can do no turn any more."""
+        if os.getpid() != self._pid or not self._member.stop():
+            return False
+        try:
+            while not self.loop.stopped:
+                self.step()
+        except StrettoError as error:
+            logger.warning("the ranks end without a last turn: %s", error)
+            return False
+        return True

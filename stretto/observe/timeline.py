@@ -183,6 +183,16 @@ class Timeline:
 
     # -- told to others ---------------------------------------------------------------------------------------------
 
+    @property
+    def steps(self) -> int:
+        """Steps processed."""
+        return self._steps
+
+    def phase(self) -> tuple[int, float]:
+        """The phase that the loop is in (OTHER: none), and for how many seconds."""
+        phase, since = self._phase, self._since
+        return phase, self._now() - since
+
     def totals(self) -> TimelineTotals:
         """The sums so far."""
         phases = self._phase_s

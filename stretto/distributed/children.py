@@ -1,0 +1,125 @@
+"""Starting the other ranks of this host as processes, and seeing whether they still run.
+
+Owns those processes from start to end. What their end means is for others to say.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from stretto.config import EngineConfig
+from stretto.distributed.place import Place
+
+STOPPED_SECONDS = 1.5
+"""How long a process may be stopped (SIGSTOP) before it counts as hung: Ctrl-Z stops all of them, one by one."""
+
+
+class RankSettings(msgspec.Struct, frozen=True):
+    """What a rank's process is told by the one that starts it: over a private pipe, for options can be secrets."""
+
+    engine: EngineConfig
+    place: Place
+    parent_pid: int
+    log_level: str
+
+
+class Child:
+    """The process of one rank, and the line to it that tells each side that the other is gone."""
+
+    def __init__(self, settings: RankSettings, environment: dict[str, str]) -> None:
+        """Start it. Its parent in the kernel's eyes is the calling *thread*: it is killed when that thread ends."""
+        self.place = settings.place
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stretto.distributed.rank_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output belongs to the user's program
+                env=environment,
+            )
+        self._line = ours
+        self._stopped_since: float | None = None
+        with suppress(OSError):  # it may have died already
+            ours.sendall(msgspec.json.encode(settings) + b"\n")
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    def trouble(self) -> str | None:
+        """Why it does not run, in a few words; None while it does. Never blocks."""
+        code = self.process.poll()
+        if code is not None:
+            return f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({_signal(-code)})"
+        if not _is_stopped(self.pid):
+            self._stopped_since = None
+            return None
+        now = time.monotonic()
+        self._stopped_since = self._stopped_since or now
+        if now - self._stopped_since < STOPPED_SECONDS:
+            return None
+        return "hangs: its process is stopped (SIGSTOP)"
+
+    def last_words(self) -> str:
+        """What it left to say when it ended; empty if nothing."""
+        with suppress(OSError):
+            self._line.setblocking(False)
+            return self._line.recv(1 << 16).decode(errors="replace").strip()
+        return ""
+
+    def kill(self) -> None:
+        """End it now, whatever it does."""
+        if self.process.poll() is None:
+            self.process.kill()
+
+    def wait(self, until: float) -> bool:
+        """Whether it has ended by the monotonic time `until`. Blocks."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, until - time.monotonic()))
+        return self.process.poll() is not None
+
+    def close(self) -> None:
+        """Kill it if it still runs, and take away what is left of it. Blocks for an instant."""
+        self.kill()
+        self.process.wait()
+        self._line.close()
+
+
+def end_children(children: list[Child], until: float) -> None:
+    """Let them end by themselves until the monotonic time `until`, then kill those that did not. Blocks."""
+    for child in children:
+        child.wait(until)
+    for child in children:
+        child.close()
+
+
+def threads_of_rank(config: EngineConfig, place: Place) -> int:
+    """CPU threads of each rank: as given, else an even share of the cores that this process may use."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    share = max(1, len(os.sched_getaffinity(0)) // place.num_local)
+    return config.num_threads or (int(told) if told.isdigit() and int(told) else share)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

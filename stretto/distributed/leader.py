@@ -1,0 +1,230 @@
+"""Leader: rank 0 of a tensor-parallel engine. Brings the ranks together, and ends them together.
+
+Owns the watch over all ranks, the transport of the turns and the tensor group. The engine itself is a Runtime like any
+other; this is what it asks while it is assembled, what it gets its turns from, and whom it tells that it ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from stretto.config import EngineConfig, SchedulerConfig
+from stretto.device.base import Device
+from stretto.distributed import transport as control
+from stretto.distributed.agreement import (
+    MINIMUM,
+    checks,
+    environment_facts,
+    model_facts,
+    option_facts,
+    size_facts,
+    version_facts,
+)
+from stretto.distributed.digest import DigestCheck, RanksDiffer
+from stretto.distributed.group import TensorGroup, connect_group
+from stretto.distributed.launch import start_ranks
+from stretto.distributed.link import Beat
+from stretto.distributed.place import Place
+from stretto.distributed.rendezvous import join_store, open_listener, open_store
+from stretto.distributed.turns import LeaderTurns
+from stretto.distributed.watch import Watch
+from stretto.errors import EngineBroken, StrettoError
+from stretto.scheduler.loop import Witness
+from stretto.scheduler.scheduler import Scheduler
+from stretto.scheduler.turns import Inbox, TurnSource
+
+if TYPE_CHECKING:
+    from stretto.models.config import ModelConfig
+    from stretto.models.resolve import ResolvedModel
+
+CONNECT_SECONDS = 60.0
+LOADING_SECONDS = 24 * 3600.0
+"""No limit of its own: a rank that is dead or hangs is seen, and one that reads a large model is not."""
+
+LeadingRuntime = TypeVar("LeadingRuntime", bound="_Runtime")
+
+
+class _Runtime(Protocol):
+    """The leader's engine."""
+
+    device: Device
+
+    def beat(self) -> Beat:
+        """What its loop does. Any thread."""
+
+
+Progress = Callable[[str, float], None]
+
+
+class Leader:
+    """`Member` for rank 0. `give_up` or `close` ends it."""
+
+    def __init__(self, config: EngineConfig, place: Place, progress: Progress | None = None) -> None:
+        """Open the meeting place and start the other ranks of this host. Does not wait for them.
+
+        Raises InvalidRequest if the ranks cannot meet at the given address.
+        """
+        self.place = place
+        self._config = config
+        self._progress = progress or (lambda what, share: None)
+        listener = open_listener(place)
+        host, port = listener.getsockname()[:2]
+        self._host = host
+        neighbours = [] if place.launched else [replace(p, address=(host, port)) for p in place.neighbours()]
+        facts = {**version_facts(), **environment_facts(), **option_facts(config)}
+        self._transport: control.LeaderTransport | None = None
+        self._store: object | None = None
+        self._group: TensorGroup | None = None
+        self._turns: LeaderTurns | None = None
+        self.watch = Watch(place, listener, facts, lambda: start_ranks(config, neighbours))
+        self.watch.on_failure(self._drop_store)
+
+    # -- while the engine is assembled ------------------------------------------------------------------------------
+
+    def join(self, resolved: ResolvedModel, model: ModelConfig, device: Device) -> TensorGroup:
+        """See `Member`."""
+        watch, size = self.watch, self.place.size
+        watch.gather("hello", lambda: self._say(f"waiting for {size - 1} other ranks", 0.0))
+        name = control.choose(self._config.control_transport.replace("-", "_"), self.place.single_host)
+        self._transport = control.listen(name, size, None if self.place.single_host else self._host)
+        self._store, store = open_store(self._host)
+        watch.agree("hello", {"store": store, "control": self._transport.address})
+        watch.gather("model")
+        watch.compare("model", model_facts(resolved, model))
+        watch.agree("model", {})
+        self._wait_for_followers(self._transport)
+        host, kind = self._host, device.torch_device
+        self._group = device.call(lambda: connect_group(join_store(store), 0, size, kind, host=host))
+        watch.on_failure(self._group.abort)
+        return self._group
+
+    def _wait_for_followers(self, transport: control.LeaderTransport) -> None:
+        """Until the control plane is complete, or a rank is lost before it ever came."""
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                transport.wait_for_followers(CONNECT_SECONDS)
+            except StrettoError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait, name="stretto-control-plane", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.05)
+            self.watch.check()
+        if errors:
+            raise errors[0]
+
+    def agree_on_sizes(self, sizes: SchedulerConfig) -> SchedulerConfig:
+        """See `Member`."""
+        self.watch.gather("sizes", lambda: self._say("loading weights", self.watch.loading(1.0)), LOADING_SECONDS)
+        self.watch.compare("sizes", size_facts(sizes))
+        num_pages = min(sizes.num_pages, *(int(facts[MINIMUM]) for facts in self.watch.facts_of("sizes")))
+        self.watch.agree("sizes", {MINIMUM: str(num_pages)})
+        return replace(sizes, num_pages=num_pages)
+
+    def loading(self, what: str, fraction: float) -> float:
+        """See `Member`."""
+        return self.watch.loading(fraction) if what == "loading weights" else fraction
+
+    def _say(self, what: str, fraction: float) -> None:
+        self._progress(what, fraction)
+
+    def turns(self, inbox: Inbox, now: Callable[[], float]) -> TurnSource:
+        """See `Member`."""
+        assert self._transport is not None
+        self._turns = LeaderTurns(inbox, now, self._transport.publish)
+        return self._turns
+
+    def witness(self, scheduler: Scheduler) -> Witness | None:
+        """See `Member`: under STRETTO_CHECK, the comparison with the other ranks."""
+        if not checks():
+            return None
+        check = DigestCheck(scheduler, range(1, self.place.size))
+        self.watch.on_digest = check.take
+        return check
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def ready(self, own_beat: Callable[[], Beat]) -> None:
+        """The engine is complete: wait for those of the others. `own_beat`: what the leader's loop does. Blocks."""
+        self.watch.gather("ready", lambda: None, LOADING_SECONDS)
+        self.watch.own_beat = own_beat
+        self.watch.agree("ready", {})
+
+    def check(self) -> None:
+        """Raise EngineBroken if a rank is lost. hot path"""
+        self.watch.check()
+
+    def broken(self, error: Exception) -> EngineBroken | None:
+        """See `Member`: names the rank that is the cause."""
+        if isinstance(error, RanksDiffer):
+            self.watch.explain(error)
+            return None
+        return EngineBroken(self.watch.explain(error))
+
+    # -- its end ----------------------------------------------------------------------------------------------------
+
+    def stop(self) -> bool:
+        """See `Member`; False as well after a failure: then there is no turn any more."""
+        if self.watch.failure is not None or self._turns is None:
+            return False
+        self._turns.stop()
+        return True
+
+    def give_up(self, error: BaseException) -> EngineBroken | None:
+        """The engine could not be assembled: end all ranks; returns what to raise instead. Blocks for some seconds."""
+        own = self.watch.failure is None and not _is_echo(error)
+        cause = self.watch.explain(error)
+        self.close(orderly=False)
+        return None if own or str(error) == cause else EngineBroken(cause)
+
+    def close(self, *, orderly: bool) -> None:
+        """End all ranks and let go of everything; the device must have no work any more. Blocks for some seconds.
+
+        `orderly`: the last turn is done, and the followers are doing it.
+        """
+        self.watch.close(orderly=orderly)
+        if self._transport is not None:
+            self._transport.close()
+        if self._group is not None:
+            self._group.close()
+        self._drop_store()
+
+    def _drop_store(self) -> None:
+        """Whoever waits in the store for a rank that will not come is set free."""
+        self._store = None
+
+
+def lead(
+    config: EngineConfig, place: Place, progress: Progress | None, build: Callable[[Leader], LeadingRuntime]
+) -> LeadingRuntime:
+    """The engine of rank 0, with all others around it. Blocks until all have loaded.
+
+    Raises what `build` raises, InvalidRequest if a rank does not fit to the others, EngineBroken if one is lost.
+    """
+    leader = Leader(config, place, progress)
+    runtime = None
+    try:
+        runtime = build(leader)
+        leader.ready(runtime.beat)
+    except BaseException as error:
+        cause = leader.give_up(error)
+        if runtime is not None:
+            runtime.device.close()
+        if cause is None:
+            raise
+        raise cause from error
+    weakref.finalize(runtime, leader.watch.abandon)
+    return runtime
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether the error may come from the end of another rank."""
+    own = isinstance(error, StrettoError) and not isinstance(error, (EngineBroken, control.TransportError))
+    return isinstance(error, Exception) and not own

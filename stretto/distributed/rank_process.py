@@ -1,0 +1,60 @@
+"""The process of a rank above 0. Started by the leader or by the first process of a further host, never by hand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+
+import msgspec
+
+from stretto.distributed.children import RankSettings
+from stretto.distributed.follower import Follower
+from stretto.distributed.lend import EndOfProcess
+from stretto.distributed.link import LONGEST_LINE
+from stretto.errors import StrettoError
+from stretto.ipc.control import die_with_parent
+
+
+def main() -> None:
+    """`python -m stretto.distributed.rank_process FD`. Ends the process; never returns."""
+    parent = socket.socket(fileno=int(sys.argv[1]))
+    settings = _read_settings(parent)
+    die_with_parent(settings.parent_pid)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, signal.SIG_IGN)  # signals for the whole group are the leader's affair
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    end = EndOfProcess(settings.place.rank, parent)
+    follower = None
+    try:
+        follower = Follower(settings.engine, settings.place, parent, end)
+        # Only now: loading torch takes long, and versions and options are compared meanwhile.
+        from stretto.runtime import Runtime
+
+        follower.run(lambda member: Runtime.assemble(settings.engine, None, member))
+    except BaseException as error:
+        if not isinstance(error, StrettoError):
+            traceback.print_exc()
+        reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+        if follower is not None:
+            verdict = follower.watchdog.broken(reason)
+            end(verdict, told=verdict != reason)
+        end(reason, told=False)
+    end("", told=True)
+
+
+def _read_settings(line: socket.socket) -> RankSettings:
+    data = b""
+    while not data.endswith(b"\n"):
+        more = line.recv(1 << 16)
+        if not more or len(data) > LONGEST_LINE:
+            os._exit(1)  # who started this process is gone
+        data += more
+    return msgspec.json.decode(data, type=RankSettings)
+
+
+if __name__ == "__main__":
+    main()

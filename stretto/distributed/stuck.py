@@ -1,0 +1,42 @@
+"""Which rank runs but gets nowhere, from what all of them say they do. Pure; owns the rules.
+
+A step may take long: then all ranks wait for their devices, and nobody is stuck. A rank is stuck if it holds up the
+others: its host does not come back to the loop, it waits for turns that the leader has sent long ago, or it waits for
+a step that others have behind them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from stretto.distributed.link import Beat
+
+STUCK_SECONDS = float(os.environ.get("STRETTO_HANG_SECONDS") or 6.0)
+LEADER = 0
+
+
+def find_stuck(beats: Mapping[int, Beat], limit: float = STUCK_SECONDS) -> tuple[int, str] | None:
+    """The rank that is stuck, and how (the rest of a sentence that begins with the rank); None if none is."""
+    for rank, beat in beats.items():
+        if beat.activity == "host" and beat.since_s > limit:
+            return rank, f"is stuck: its host has not come back to the loop for {beat.since_s:.0f} s ({beat.phase})"
+    leader = beats[LEADER]
+    for rank, beat in beats.items():
+        waits_long = beat.since_s > limit
+        if rank != LEADER and beat.activity == "receive" and waits_long and _waits_for_device(leader, limit):
+            return rank, f"is stuck: it has not got the leader's turns for {beat.since_s:.0f} s"
+        if beat.activity == "device" and waits_long and any(_is_past(other, beat, limit) for other in beats.values()):
+            return rank, (
+                f"is stuck: its device has not finished step {beat.steps} for {beat.since_s:.0f} s, which others have"
+            )
+    return None
+
+
+def _waits_for_device(beat: Beat, limit: float) -> bool:
+    return beat.activity == "device" and beat.since_s > limit
+
+
+def _is_past(other: Beat, beat: Beat, limit: float) -> bool:
+    """Whether `other` has processed the step that `beat` waits for, long ago."""
+    return other.steps > beat.steps and other.activity != "device" and other.since_s > limit
