@@ -2,6 +2,7 @@
 #   make demo     set up, fetch the embedded model, answer a few prompts
 #   make test     set up, run all tests
 #   make check    lint, types and tests, as CI does
+#   make bench    the CPU benchmarks of the docs, as JSON in benchmarks/results (ONLY="host_cost overlap" for some)
 #   make gpu-test, make gpu-bench   tests and benchmarks that need a CUDA GPU
 #   make soak     the scheduler's property tests for long (EXAMPLES=100000)
 # PYTHON=python3.12 chooses the interpreter, PIP_FLAGS="..." is passed to pip (for example the index of CPU-only torch).
@@ -76,8 +77,7 @@ gpu-bench: $(DEV_STAMP)
 	@PYTHON=$(BIN)/python scripts/gpu_bench.sh
 
 bench: $(DEV_STAMP)
-	@$(BIN)/python benchmarks/overlap.py
-	@$(BIN)/python benchmarks/throughput.py
+	@PYTHON=$(BIN)/python scripts/bench.sh $(ONLY)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

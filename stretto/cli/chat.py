@@ -52,6 +52,7 @@ def chat(
         )
         with o.loaded(engine) as llm:
             Conversation(llm, params, system).run()
+            o.print_hidden_syncs(llm)
 
 
 class Conversation:

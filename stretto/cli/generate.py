@@ -84,8 +84,7 @@ def generate(
             if stats:
                 sys.stdout.flush()
                 print(_figures(llm, time.perf_counter() - started), file=sys.stderr)
-            for finding in llm.hidden_syncs():
-                print(f"stretto: hidden sync: {finding}", file=sys.stderr)
+            o.print_hidden_syncs(llm)
 
 
 def _read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:

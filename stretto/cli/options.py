@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +36,12 @@ IgnoreEos = Annotated[
 System = Annotated[str | None, typer.Option(help="System message of the conversation.", rich_help_panel="Conversation")]
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT)]
+
+
+def print_hidden_syncs(llm: LLM) -> None:
+    """What `--sync-guard` has found, on standard error."""
+    for finding in llm.hidden_syncs():
+        print(f"stretto: hidden sync: {finding}", file=sys.stderr)
 
 
 @contextmanager
