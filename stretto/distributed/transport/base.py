@@ -32,10 +32,11 @@ class PeerGone(TransportError):
 class FollowerBehind(TransportError):
     """A follower has not read for so long that what waits for it would exceed the limit."""
 
-    def __init__(self, rank: int, pending_bytes: int, patience_s: float) -> None:
+    def __init__(self, rank: int | None, pending_bytes: int, patience_s: float) -> None:
         self.rank = rank
+        who = "a rank" if rank is None else f"rank {rank}"
         super().__init__(
-            f"rank {rank} has not read its messages: {pending_bytes:,} bytes wait for it, and {patience_s:g} s brought "
+            f"{who} has not read its messages: {pending_bytes:,} bytes wait for it, and {patience_s:g} s brought "
             "no room for more; it hangs or is far too slow"
         )
 

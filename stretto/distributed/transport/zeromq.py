@@ -273,12 +273,13 @@ class ZeroMQFollower:
         """See FollowerTransport."""
         if self._context.closed:
             return
+        leader_gone = isinstance(self._failure, PeerGone)
         self._failure = TransportError("this end of the control plane is closed")
         with contextlib.suppress(zmq.ZMQError):
             self._report(_LEFT)
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close(200)  # milliseconds for the goodbye; a leader that is gone takes none
+        self._socket.close(0 if leader_gone else 200)  # milliseconds for the goodbye
         self._context.term()
 
     def _join(self, endpoint: str, rank: int, size: int, timeout_s: float) -> tuple[int, int]:
