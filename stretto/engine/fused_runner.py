@@ -111,7 +111,9 @@ class FusedRunner:
             self._kv_heads,
             model.embedding_VD,
             residual_BD,
+            model.first_id,
         )
+        model.embed_split(residual_BD)
         attention.begin(self._paged_step(rows, rows, fresh=True, longest=1))
         logits_SV = model.logits(*model.forward(residual_BD, attention.attend_projected))
         if kind == WHOLE:

@@ -150,9 +150,12 @@ def derive_decode(
     num_kv_heads: int,
     table_VD: Tensor,
     out_BD: Tensor,
+    first_id: int | None = None,
 ) -> None:
     """Inputs of `num_rows` rows (padding included) that decode: ids, positions, locations, contexts, the cut of the
     attention's work, and the embedded tokens. Reads `inputs.slot_B`; captured in graphs.
+
+    `first_id`: `table_VD` is a part of the table that begins with this id; tokens that it does not have give zeros.
     """
     width = table_VD.shape[1]
     _derive_decode[(num_rows + triton.cdiv(work.num_programs, _PART),)](
@@ -175,6 +178,9 @@ def derive_decode(
         PAGE=page_size,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
+        SPLIT=first_id is not None,
+        FIRST_ID=first_id or 0,
+        TABLE_ROWS=table_VD.shape[0],
         ROWS=triton.next_power_of_2(max(2, num_rows)),
         KV_HEADS=num_kv_heads,
         UNIT=work.tuning.unit,
@@ -205,6 +211,9 @@ def _derive_decode(
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FIRST_ID: tl.constexpr,
+    TABLE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -225,7 +234,12 @@ def _derive_decode(
         tl.store(positions_ptr + program, position)
         tl.store(location_ptr + program, page * PAGE + position % PAGE)
         d = tl.arange(0, BLOCK)
-        row = tl.load(embedding_ptr + token * WIDTH + d, mask=d < WIDTH)
+        if SPLIT:
+            index = token - FIRST_ID
+            inside = (d < WIDTH) & (index >= 0) & (index < TABLE_ROWS)
+            row = tl.load(embedding_ptr + index * WIDTH + d, mask=inside, other=0.0)
+        else:
+            row = tl.load(embedding_ptr + token * WIDTH + d, mask=d < WIDTH)
         tl.store(out_ptr + program.to(tl.int64) * WIDTH + d, row, mask=d < WIDTH)
     else:
         b = tl.arange(0, ROWS)

@@ -1,7 +1,9 @@
 """A decoder's forward pass in few kernels, for a GPU: the arithmetic of `decoder.py`, fused where neighbours can be.
 
 Owns no weights: it reads a `Decoder`'s. Heads' norm, turn and the write to the cache are one kernel of the attention
-backend. Legend: T tokens, S sampled rows, N query heads, K kv heads, X = N + 2 K, H head dim, D hidden, V vocabulary.
+backend. In a split model the ranks' products are summed where the decoder's layers do it (layers/parallel.py). Legend:
+T tokens, S sampled rows, N query heads, K kv heads, X = N + 2 K, H head dim, D hidden, V vocabulary; of a split model
+N and K are the rank's.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from stretto.kernels.rope_write import HeadTransform
 from stretto.kernels.small_matmul import Norm, small_matmul
 from stretto.layers.linear import Linear, PlainLinear
 from stretto.layers.norm import RMSNorm
+from stretto.layers.parallel import RowParallelLinear, VocabularyParallelEmbedding, VocabularyParallelHead
 from stretto.models.config import ModelConfig
 from stretto.models.decoder import Decoder
 
@@ -41,7 +44,9 @@ class Matrix:
 
     @classmethod
     def of(cls, linear: Linear) -> Matrix:
-        """Raises NotSupported for a packed format."""
+        """Of a split layer: the rank's part. Raises NotSupported for a packed format."""
+        if isinstance(linear, RowParallelLinear | VocabularyParallelHead):
+            linear = linear.local
         if not isinstance(linear, PlainLinear):
             raise NotSupported(f"fused layers need plain weights, not {type(linear).__name__}")
         return cls(linear.weight_OI, linear.bias_O)
@@ -96,6 +101,11 @@ class FusedDecoder:
         self.decoder = decoder
         self.small_rows = small_rows
         self.embedding_VD = decoder.embedding.weight_VD
+        """The rank's part of the table."""
+        embedding = decoder.embedding
+        self.first_id = embedding.first_id if isinstance(embedding, VocabularyParallelEmbedding) else None
+        """The id of the table's first row; None: the table is whole."""
+        self._group = decoder.group
         self._layers = tuple(layers)
         self._final_norm = _norm(decoder.norm)
         self._head = Matrix.of(decoder.head)
@@ -109,6 +119,10 @@ class FusedDecoder:
         """residual_TD of token ids, a fresh tensor. hot path"""
         return self.decoder.embedding(input_ids_T)
 
+    def embed_split(self, residual_TD: Tensor) -> None:
+        """Complete, in place, rows that were read from `embedding_VD`, zeros for ids that it lacks. hot path"""
+        self._group.all_reduce(residual_TD)
+
     def forward(self, residual_TD: Tensor, attend: AttendProjected) -> tuple[Tensor, Tensor | None]:
         """(residual, update): their sum is what the last norm reads. Changes `residual_TD` in place. hot path"""
         if residual_TD.shape[0] <= self.small_rows:
@@ -120,29 +134,39 @@ class FusedDecoder:
             norm = layer.attention_norm
             x_TD = add_rms_norm(residual_TD, update_TD, norm.weight, norm.eps)
             o_TNH = attend(index, self._heads(layer.qkv(x_TD)), layer.transform)
-            update_TD = layer.o(o_TNH.flatten(1))
+            update_TD = self._group.all_reduce(layer.o(o_TNH.flatten(1)))
             x_TD = add_rms_norm(residual_TD, update_TD, layer.mlp_norm.weight, layer.mlp_norm.eps)
-            update_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
+            update_TD = self._group.all_reduce(layer.down(silu_and_mul(layer.gate_up(x_TD))))
         return residual_TD, update_TD
 
     def logits(self, residual_SD: Tensor, update_SD: Tensor | None) -> Tensor:
-        """Logits of rows of what `forward` gave, [S, V] in the weights' dtype. hot path"""
+        """Logits of rows of what `forward` gave, [S, V] in the weights' dtype, the same on every rank. hot path"""
         norm, head = self._final_norm, self._head
         if residual_SD.shape[0] <= self.small_rows and update_SD is None:
-            return small_matmul(residual_SD, head.weight_OI, head.bias_O, norm=norm)
-        return head(add_rms_norm(residual_SD, update_SD, norm.weight, norm.eps))
+            logits_Sv = small_matmul(residual_SD, head.weight_OI, head.bias_O, norm=norm)
+        else:
+            logits_Sv = head(add_rms_norm(residual_SD, update_SD, norm.weight, norm.eps))
+        return self._group.all_gather(logits_Sv, self.config.vocab_size)
 
     def _small_layer(self, index: int, layer: FusedLayer, residual_TD: Tensor, attend: AttendProjected) -> None:
         qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
         qkv_TX = small_matmul(residual_TD, qkv.weight_OI, qkv.bias_O, norm=layer.attention_norm)
         o_TNH = attend(index, self._heads(qkv_TX), layer.transform)
-        small_matmul(o_TNH.flatten(1), o.weight_OI, o.bias_O, add_to=residual_TD)
+        self._add_product(residual_TD, o_TNH.flatten(1), o)
         if self.config.hidden_size <= WIDEST_GATE:
             gated_TF = small_matmul(residual_TD, gate_up.weight_OI, gate_up.bias_O, norm=layer.mlp_norm, gate=True)
         else:
             x_TD = add_rms_norm(residual_TD, None, layer.mlp_norm.weight, layer.mlp_norm.eps)
             gated_TF = silu_and_mul(gate_up(x_TD))
-        small_matmul(gated_TF, down.weight_OI, down.bias_O, add_to=residual_TD)
+        self._add_product(residual_TD, gated_TF, down)
+
+    def _add_product(self, residual_TD: Tensor, x_TI: Tensor, matrix: Matrix) -> None:
+        """residual += the sum of all ranks' products."""
+        if self._group.size == 1:
+            small_matmul(x_TI, matrix.weight_OI, matrix.bias_O, add_to=residual_TD)
+        else:
+            product_TD = small_matmul(x_TI, matrix.weight_OI, matrix.bias_O)
+            residual_TD.add_(self._group.all_reduce(product_TD))
 
     def _heads(self, qkv_TX: Tensor) -> Tensor:
         return qkv_TX.view(qkv_TX.shape[0], -1, self.config.head_dim)
