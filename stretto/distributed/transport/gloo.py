@@ -20,7 +20,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch import distributed
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # torch does not list the last
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
 
 from stretto.distributed.transport.base import (
     ConnectFailed,
@@ -55,13 +61,14 @@ def connect(address: str, rank: int, size: int, timeout_s: float, limits: Limits
 class _Group:
     """A Gloo group for broadcasts from rank 0, and the store that it was made from."""
 
-    def __init__(self, store: distributed.Store, rank: int, size: int, host: str, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, host: str, timeout_s: float) -> None:
         self.store, self.rank, self.size = store, rank, size
-        options = distributed.ProcessGroupGloo._Options()  # the public way is by network interface, not by address
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()  # the public way is by network interface, not by address
+        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
         options._timeout = timedelta(seconds=max(timeout_s, 1e-3))
-        self._group: Any = distributed.ProcessGroupGloo(distributed.PrefixStore("gloo", store), rank, size, options)
-        self._options = distributed.BroadcastOptions()
+        self._group: Any = gloo(PrefixStore("gloo", store), rank, size, options)
+        self._options = BroadcastOptions()
         self._options.rootRank = 0
         self._options.timeout = _FOR_EVER
 
@@ -119,12 +126,12 @@ class GlooLeader:
                 listener.bind(where)
                 listener.listen(max(size, 16))
                 port = listener.getsockname()[1]
-                server = distributed.TCPStore(
+                server = TCPStore(
                     host, port, None, True, timedelta(seconds=30), False, master_listen_fd=listener.detach()
                 )
         except (OSError, RuntimeError) as error:
             raise ConnectFailed(f"the control plane cannot listen at {host}: {error}") from None
-        self._store: distributed.Store | None = distributed.PrefixStore(session, server)
+        self._store: Store | None = PrefixStore(session, server)
         self._store.set(_SIZE, str(size))
         server.set(_SESSION, session)
         self._address = f"gloo://{f'[{host}]' if ':' in host else host}:{port}#{session}"
@@ -250,7 +257,7 @@ class GlooFollower:
         """Where the bytes of a long message go; None: a frame is to come."""
         self._work: Any = None
         self._failure: TransportError | None = None
-        self._group = _join(address, rank, size, timeout_s, host)
+        self._group: _Group | None = _join(address, rank, size, timeout_s, host)
 
     def receive(self, timeout_s: float | None) -> bytes | None:
         """See FollowerTransport."""  # hot path
@@ -333,12 +340,12 @@ def _join(address: str, rank: int, size: int, timeout_s: float, host: str | None
         raise ValueError(f"not the address of a Gloo control plane: {address!r}")
     deadline = time.monotonic() + timeout_s
     try:
-        server = distributed.TCPStore(
+        server = TCPStore(
             parts.hostname, parts.port, None, False, timedelta(seconds=max(timeout_s, 1e-3)), wait_for_workers=False
         )
         if not server.check([_SESSION]) or server.get(_SESSION).decode() != parts.fragment:
             raise ConnectFailed(f"rank {rank}: the leader at {address} refused: this is another engine's control plane")
-        store = distributed.PrefixStore(parts.fragment, server)
+        store = PrefixStore(parts.fragment, server)
         if (ranks := int(store.get(_SIZE))) != size:
             raise ConnectFailed(
                 f"rank {rank}: the leader at {address} refused: rank {rank} of {size} does not belong to a control "

@@ -15,6 +15,7 @@ PUB rather than a PUSH for each follower: one call hands a message to all of the
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import shutil
 import struct
@@ -63,6 +64,11 @@ def connect(address: str, rank: int, size: int, timeout_s: float, limits: Limits
 
 def _cost(data: bytes) -> int:
     return len(data) + _OVERHEAD
+
+
+def _ms(seconds: float) -> int:
+    """For poll: rounded up, so that what is waited for is over afterwards."""
+    return math.ceil(max(0.0, seconds) * 1000)
 
 
 def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
@@ -115,11 +121,7 @@ class ZeroMQLeader:
         while len(self._topics) < self._size - 1:
             self.check()
             left = deadline - time.monotonic()
-            if (
-                len(self._topics) < self._size - 1
-                and not self._socket.poll(max(0.0, min(left, 1.0)) * 1000)
-                and left <= 0
-            ):
+            if len(self._topics) < self._size - 1 and not self._socket.poll(_ms(min(left, 1.0))) and left <= 0:
                 raise self._fail(missing(set(range(1, self._size)) - set(self._topics), timeout_s))
         # Unbinding would cut the followers off too. Over ipc nobody finds the socket any more; over TCP a second
         # process for a rank is refused.
@@ -142,7 +144,7 @@ class ZeroMQLeader:
         """See LeaderTransport."""  # hot path
         if self._failure is not None:
             raise self._failure
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._hear(self._socket.recv(zmq.NOBLOCK))
 
     def close(self) -> None:
@@ -220,7 +222,7 @@ class ZeroMQLeader:
             if pending <= self._room(cost):
                 return
             left = deadline - time.monotonic()
-            if not self._socket.poll(max(0.0, left) * 1000) and left <= 0:
+            if not self._socket.poll(_ms(left)) and left <= 0:
                 rank = min(self._read, key=lambda rank: self._read[rank])
                 raise self._fail(FollowerBehind(rank, pending, self._limits.patience_s))
 
@@ -316,7 +318,7 @@ class ZeroMQFollower:
             if self._broken:
                 raise PeerGone(0, orderly=False)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = dict(self._poller.poll(None if left is None else left * 1000))
+            ready = dict(self._poller.poll(None if left is None else _ms(left)))
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
                 self._broken = True  # but first what came before it
