@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from stretto import InvalidRequest, SamplingParams
 from stretto.cli.app import app
 from stretto.device.checking import CheckingDevice
+from stretto.observe import inject as inject_source
 from stretto.observe import profile
 from stretto.observe.record import request_spans
 from stretto.observe.timeline import Timeline
@@ -82,21 +83,44 @@ def test_without_injection_the_analysis_finds_no_hidden_sync(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("sync_guard", ["off", "count"])
 @pytest.mark.parametrize(
-    ("inject", "kind", "severity", "function"),
+    ("inject", "kind", "severity", "function", "innocent"),
     [
-        ("sync@sample", "truth-value", Severity.LOST, "look_at_samples"),
-        ("pageable@stage", "pageable-upload", Severity.SHORTENED, "stage_from_pageable_memory"),
+        ("sync@sample", "truth-value", Severity.LOST, "look_at_samples", "if (tokens_S >= 0).all():"),
+        (
+            *("pageable@stage", "pageable-upload", Severity.SHORTENED),
+            *("stage_from_pageable_memory", "torch.tensor(numbers, device=device)"),
+        ),
     ],
 )
 def test_an_injected_sync_is_found_in_the_trace(
-    tmp_path: Path, inject: str, kind: str, severity: Severity, function: str, sync_guard: str
+    tmp_path: Path, inject: str, kind: str, severity: Severity, function: str, innocent: str, sync_guard: str
 ) -> None:
     trace = _record(tmp_path, inject=f"{inject},slow-device=2ms", sync_guard=sync_guard)
     found = [one for one in analyze(trace).devices[0].findings if one.is_hidden_sync]
     assert [(one.kind, one.severity) for one in found] == [(kind, severity)]
-    assert "inject.py" in found[0].location
-    assert function in found[0].location
+    assert found[0].exact_line
+    assert found[0].location == f"stretto/observe/inject.py({_line_of(innocent)}): {function}"
     assert STEPS - 1 <= found[0].count <= STEPS  # the last launch delays nothing any more
+
+
+def _line_of(text: str) -> int:
+    """Of the injecting source: the only line with this text."""
+    lines = Path(inject_source.__file__).read_text().splitlines()
+    (found,) = [number for number, line in enumerate(lines, 1) if text in line]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("inject", "innocent"), [("sync@sample", "if (tokens_S >= 0).all():"), ("pageable@stage", "torch.tensor(numbers,")]
+)
+def test_the_commands_name_the_injecting_line(tmp_path: Path, inject: str, innocent: str) -> None:
+    model, trace = str(write_dummy_model(tmp_path)), tmp_path / "out.json.gz"
+    command = ["generate", "the fox", "--model", model, "--load-format", "dummy", "--max-tokens", "6"]
+    command += ["--max-model-len", "256", "--overlap-depth", "1", "--inject", "slow-device=2ms", "--inject", inject]
+    recorded = CliRunner().invoke(app, ["trace", "record", "-o", str(trace), "--", *command])
+    assert recorded.exit_code == 0, recorded.output
+    told = CliRunner().invoke(app, ["trace", "analyze", str(trace)])
+    assert f"at stretto/observe/inject.py({_line_of(innocent)}): " in told.output
 
 
 def test_a_slow_host_is_named_in_the_trace(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from stretto.observe.sync_guard import SyncGuard
 from stretto.observe.watched_stream import WatchedStream
 from stretto.scheduler.batch import StepPlan
 
+_NAMED_EVERY = 16
+"""While a tool records, every call of one in so many steps is looked at. On CUDA the others are listened to."""
+
 
 class ObservedEngine(Engine):
     """Args beside those of `Engine`: `guard` watches, `faults` are committed in every step."""
@@ -27,8 +30,11 @@ class ObservedEngine(Engine):
         super().__init__(*args, **options)
         self.guard = guard
         self._watches = guard.mode != "off"
-        self._injector = Injector(faults, self.device, named=not self._watches) if faults else None
+        self._injector = Injector(faults, self.device) if faults else None
         self._has_worker = self.device.torch_device.type == "cpu"
+        # A trace knows the functions of a program, not its lines; a guard does, so one watches while a tool records.
+        self._namer = SyncGuard("count", every=_NAMED_EVERY, cpu_as_device=self._has_worker)
+        self._recorded_from = -1
         self._staging_stream = self.scheduler_stream
         if self._watches and self._has_worker and not self.device.checking:
             one = self.scheduler_stream is self.stream
@@ -37,11 +43,26 @@ class ObservedEngine(Engine):
 
     def launch(self, plan: StepPlan) -> InFlightStep:
         """See `Engine`. hot path"""
-        if not self._watches:
+        recorded = spans_wanted()
+        if recorded != (self._recorded_from >= 0):
+            self._recorded_from = plan.index if recorded else -1
+            self._namer.close()
+        guard = self._guard()
+        if guard is None:
             return self._launch(plan)
         # On the CPU device the host itself calls no torch, so looking at all of its calls costs nothing.
-        with self.guard.watch(inspect=self.guard.inspects(plan.index) or self._has_worker):
+        with guard.watch(inspect=self._inspects(guard, plan) or self._has_worker):
             return self._launch(plan)
+
+    def _guard(self) -> SyncGuard | None:
+        """Who watches this step. hot path"""
+        if self._watches:
+            return self.guard
+        return self._namer if self._recorded_from >= 0 else None
+
+    def _inspects(self, guard: SyncGuard, plan: StepPlan) -> bool:
+        """Whether every call of a step is looked at: when a tool records, of its first step too. hot path"""
+        return guard.inspects(plan.index if guard is self.guard else plan.index - self._recorded_from)
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         if self._injector is None:
@@ -58,23 +79,25 @@ class ObservedEngine(Engine):
     def _step(self, plan: StepPlan, layout: PlanLayout, staged: torch.Tensor) -> None:
         """See `Engine`. hot path"""
         traced = self._has_worker and spans_wanted()
-        inspected = self._watches and self.guard.inspects(plan.index)
+        guard = self._guard()
+        inspected = guard is not None and self._inspects(guard, plan)
         if not (traced or inspected or self._injector is not None):
             super()._step(plan, layout, staged)
             return
         with ExitStack() as scope:
             if traced:
                 scope.callback(Span(f"stretto.work {self.stream.name} {plan.index}").end)
-            if inspected:
-                scope.enter_context(self.guard.watch())
+            if guard is not None and inspected:
+                scope.enter_context(guard.watch())
             super()._step(plan, layout, staged)
             if self._injector is not None:
                 self._injector.in_step()
 
     def _copy_results(self, plan: StepPlan, host: ResultBuffers) -> None:
         """See `Engine`. hot path"""
-        if self._watches and self.guard.inspects(plan.index):
-            with self.guard.watch():
+        guard = self._guard()
+        if guard is not None and self._inspects(guard, plan):
+            with guard.watch():
                 super()._copy_results(plan, host)
         else:
             super()._copy_results(plan, host)

@@ -11,7 +11,6 @@ import hashlib
 import re
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from stretto.device.base import Device, Stream
 from stretto.device.checking import CheckingDevice
 from stretto.errors import InvalidRequest, NotSupported
-from stretto.observe.annotations import span
 from stretto.observe.host_reads import READING_CALLS
 
 SPELLINGS = ("sync@sample", "pageable@stage", "slow-host=2ms", "slow-device=5ms")
@@ -65,9 +63,7 @@ class Faults:
 class Injector:
     """Commits the faults of one engine, in its thread."""
 
-    def __init__(self, faults: Faults, device: Device, *, named: bool = True) -> None:
-        """`named`: give the waits on a CPU their names in traces (a guard that counts does it itself)."""
-        self._named = named and device.torch_device.type == "cpu"
+    def __init__(self, faults: Faults, device: Device) -> None:
         self._faults = faults
         self._device = device
         self._cycles = 0
@@ -86,8 +82,7 @@ class Injector:
             if self._device.torch_device.type == "cuda":
                 scheduler_stream.run(stage_from_pageable_memory, numbers, self._device.torch_device)
             else:
-                # A trace of CUDA shows the copy by itself; on a CPU there is nothing to show but its name.
-                stage_from_pageable_memory(numbers, self._device.torch_device, named=self._named)
+                stage_from_pageable_memory(numbers, self._device.torch_device)
             if isinstance(self._device, CheckingDevice):
                 scheduler_stream.synchronize()
 
@@ -98,7 +93,7 @@ class Injector:
         if self._device.torch_device.type == "cuda":
             engine_stream.run(look_at_samples, tokens_S)
         else:
-            look_at_samples(_as_on_a_device(tokens_S, engine_stream, named=self._named))
+            look_at_samples(_as_on_a_device(tokens_S, engine_stream))
 
     def in_step(self) -> None:
         """As work on the engine stream."""
@@ -128,22 +123,19 @@ def look_at_samples(tokens_S: torch.Tensor) -> None:
         return
 
 
-def stage_from_pageable_memory(numbers: list[int], device: torch.device, *, named: bool = False) -> None:
+def stage_from_pageable_memory(numbers: list[int], device: torch.device) -> None:
     """The pageable upload."""
-    with span("stretto.sync pageable-upload") if named else nullcontext():
-        torch.tensor(numbers, device=device)  # from pageable memory: the host waits for the copy
+    torch.tensor(numbers, device=device)  # from pageable memory: the host waits for the copy
 
 
-def _as_on_a_device(tensor: torch.Tensor, stream: Stream, *, named: bool) -> torch.Tensor:
+def _as_on_a_device(tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
     """A view of a CPU device's tensor that behaves on the host as a GPU's: asking for its value waits for `stream`."""
 
     class OnDevice(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kind = READING_CALLS.get(getattr(func, "__name__", ""))
-            if kind is not None:
-                with span(f"stretto.sync {kind}") if named else nullcontext():
-                    stream.synchronize()
+            if getattr(func, "__name__", "") in READING_CALLS:
+                stream.synchronize()
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     return tensor.as_subclass(OnDevice)

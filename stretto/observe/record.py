@@ -1,7 +1,7 @@
 """profile(): records a program that uses Stretto with torch.profiler and writes a trace that can be analysed.
 
-Owns what is recorded: all threads, Python stacks, CUDA if there is any; steps and phases name themselves
-(`annotations.py`), and requests become spans of their own here.
+Owns what is recorded: all threads, Python stacks, CUDA if there is any, and there what each wait is for; steps and
+phases name themselves (`annotations.py`), and requests become spans of their own here.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def profile(path: str | Path, *, stacks: bool = True) -> Iterator[None]:
     recorder = torch.profiler.profile(
         activities=activities,
         with_stack=stacks,
-        # An engine's work may run in a thread of its own.
-        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+        # An engine's work may run in a thread of its own; what a wait was for, only the driver knows.
+        experimental_config=torch._C._profiler._ExperimentalConfig(
+            profile_all_threads=True, enable_cuda_sync_events=torch.cuda.is_available()
+        ),
     )
     recorder.start()
     try:

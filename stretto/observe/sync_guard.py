@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from stretto.errors import InvalidRequest, StrettoError
-from stretto.observe.annotations import span
+from stretto.observe.annotations import mark, span, spans_wanted
 from stretto.observe.cuda_syncs import CudaSyncs
 from stretto.observe.host_reads import Calls, Operators
 from stretto.observe.trace.kinds import BLOCKING_WORDS, Severity
@@ -249,7 +249,7 @@ class SyncGuard:
         state.inside += 1
         began = time.perf_counter()
         try:
-            with span(f"stretto.sync {kind}"):
+            with span(f"stretto.sync {kind}{_place(frame)}" if spans_wanted() else ""):
                 return run()
         finally:
             state.inside -= 1
@@ -266,6 +266,8 @@ class SyncGuard:
             return
         frame = _user_frame(sys._getframe(1))
         self._heard_at = self._step
+        if spans_wanted():
+            mark(f"stretto.synced{_place(frame)}")
         self._note("sync", "a synchronising CUDA call", frame, None)
         if self.mode == "raise":
             raise HiddenSync(_finding(_key("sync", frame), self._places[_key("sync", frame)]))
@@ -288,6 +290,11 @@ class SyncGuard:
 
 def _key(kind: str, frame: FrameType) -> tuple[str, str, int]:
     return kind, frame.f_code.co_filename, frame.f_lineno
+
+
+def _place(frame: FrameType) -> str:
+    """For a trace, which knows no lines: what `trace/names.py` reads back."""
+    return f" at {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
 
 
 def _finding(key: tuple[str, str, int], place: _Place) -> SyncFinding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from stretto.observe.trace.gaps import Gap, explain_gaps
 from stretto.observe.trace.kinds import Cause
 from stretto.observe.trace.launches import Launches, pair
 from stretto.observe.trace.model import DeviceKind, Ints, Trace
+from stretto.observe.trace.places import with_places
 from stretto.observe.trace.read import read_trace
 from stretto.observe.trace.replay import Replay
+from stretto.observe.trace.source_lines import probable_lines
 from stretto.observe.trace.stacks import Stacks
 from stretto.observe.trace.steps import Steps, find_steps
 from stretto.observe.trace.window import Overlap, Queue, measure_overlap, measure_queue
@@ -117,14 +120,22 @@ def _analyze_device(
         raise TraceError(f"{trace.path}: {error}") from None
     activities = trace.device
     begin, end = int(activities.start[rows].min()), int(activities.end[rows].max())
-    blocking = find_blocking(trace, launches, stacks, rows)
+    blocking = with_places(trace, stacks, find_blocking(trace, launches, stacks, rows))
     replay = Replay(trace, launches, rows, blocking)
     usable = replay.error <= _REPLAY_ERROR
     if usable:
         blocking = settle_event_waits(blocking, replay)
     gaps = explain_gaps(trace, launches, stacks, rows, blocking)
     findings = find_findings(blocking, gaps, replay if usable else None, end - begin)
-    findings = [replace(finding, stack=tuple(stacks.frames(finding.span))) for finding in findings]
+    roots = (Path(trace.path).parent, Path(), *(Path(entry) for entry in sys.path))
+    findings = [
+        replace(
+            finding,
+            stack=tuple(stacks.frames(finding.span)),
+            guesses=() if finding.exact_line else probable_lines(finding.location, finding.kind, roots),
+        )
+        for finding in findings
+    ]
     thread = _main_thread(trace, launches, rows)
     busy = intervals.union(activities.start[rows], activities.end[rows])
     copies = np.isin(activities.kind[rows], (DeviceKind.COPY_TO_DEVICE, DeviceKind.COPY_TO_HOST))

@@ -79,6 +79,8 @@ class Blocking:
     """The activity whose end ended the wait, as a row of `Trace.device`; -1 if there is none."""
     drained: bool
     """Nothing was left for the device to do when the wait was over."""
+    exact_line: bool = False
+    """`location` has the line of the call, not that at which its function begins."""
     ready: bool = False
     """An event that had happened before it was waited for: the call took no more than its own time."""
 
@@ -161,7 +163,7 @@ class _Finder:
             start, end = int(host.start[span]), int(host.end[span])
             if self._has_call(span):
                 continue
-            kind = "event-sync" if name == words.WAIT else name.removeprefix(words.SYNC).strip()
+            kind = "event-sync" if name == words.WAIT else words.sync_kind(name)
             found.append(self._plain(span, start, end, kind))
         return found
 
@@ -249,7 +251,7 @@ class _Finder:
             size,
             awaited,
             drained,
-            ready,
+            ready=ready,
         )
 
     def _awaited(self, span: int, by_time: int) -> tuple[int, bool]:

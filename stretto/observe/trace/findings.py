@@ -11,6 +11,7 @@ from stretto.observe.trace.blocking import Blocking
 from stretto.observe.trace.gaps import Gap
 from stretto.observe.trace.kinds import BLOCKING_WORDS, CAUSE_REMEDIES, CAUSE_WORDS, Cause, Severity
 from stretto.observe.trace.replay import Replay, Without
+from stretto.observe.trace.source_lines import Guess
 
 _LEAST_SHARE = 0.005
 _MOST_REPLAYS = 8
@@ -41,6 +42,10 @@ class Finding:
     """What the replay without it is shorter, over the whole trace."""
     span: int = -1
     """A host span that shows it."""
+    exact_line: bool = False
+    """`location` has the line of the call; else the line at which its function begins."""
+    guesses: tuple[Guess, ...] = ()
+    """Lines of that function that can be meant, from its source."""
 
     @property
     def is_hidden_sync(self) -> bool:
@@ -108,4 +113,5 @@ def _finding(key: tuple[str, str, str, str], gaps: list[Gap], calls: list[Blocki
         worst,
         (),
         span=span,
+        exact_line=bool(calls) and calls[0].exact_line,
     )

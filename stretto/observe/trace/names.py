@@ -8,8 +8,9 @@ Annotations of Stretto that the analysis understands (recorded with `torch.profi
     stretto.receive      taking messages                stretto.schedule   choosing the batch, staging the plan
     stretto.launch       enqueueing the step            stretto.process    using the results of an earlier step
     stretto.wait         the planned wait for a step's copy-done event
-    stretto.sync KIND    on the CPU device: the host waits for the device outside the planned wait; KIND is one of
-                         the kinds in `kinds.py`, e.g. `item` or `pageable-upload`
+    stretto.sync KIND    the host waits for the device outside the planned wait; KIND is one of the kinds in
+                         `kinds.py`, e.g. `item` or `pageable-upload`. ` at FILE:LINE FUNCTION` may follow: the place
+    stretto.synced at FILE:LINE FUNCTION   a moment: there the host has just waited for the device
     stretto.work STREAM N   on the CPU device's thread: work of step N (N may be left out) on a stream
 """
 
@@ -20,13 +21,14 @@ import sys
 from functools import lru_cache
 
 STEP, WAIT, LAUNCH = "stretto.step", "stretto.wait", "stretto.launch"
-SYNC, WORK = "stretto.sync ", "stretto.work "
+SYNC, SYNCED, WORK = "stretto.sync ", "stretto.synced ", "stretto.work "
 PHASES = ("stretto.receive", "stretto.schedule", "stretto.launch", "stretto.process")
 
 _VERSION = re.compile(r"(_v\d+|_ptsz|_ptds)+$")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NUMBER = re.compile(r"\d+")
 _FRAME = re.compile(r"^(?P<file>.*)\((?P<line>\d+|\?)\): (?P<function>.+)$")
+_PLACE = re.compile(r" at (?P<file>.+):(?P<line>\d+) (?P<function>.+)$")
 _NATIVE = re.compile(r"^(?P<symbol>.+) \[(?P<module>[^\[\]]+)\]$")
 _OTHERS_LIBRARY = re.compile(
     r"^(libtorch|libc10|libpython|python|libcu|libnv|libnccl|_C\.|libshm|libgomp|libaoti|libtriton)"
@@ -102,6 +104,17 @@ def frame(name: str) -> tuple[str, int, str] | None:
     """(file, line, function) of a Python frame, line 0 if it is not known; None for other names."""
     match = _FRAME.match(name)
     return (match["file"], int(match["line"].replace("?", "0")), match["function"]) if match else None
+
+
+def sync_kind(name: str) -> str:
+    """The KIND of a `stretto.sync` annotation."""
+    return (name.removeprefix(SYNC).split() or ["sync"])[0]
+
+
+def place(name: str) -> tuple[str, int, str] | None:
+    """(file, line, function) at the end of an annotation of a sync; None for other names."""
+    match = _PLACE.search(name) if name.startswith((SYNC, SYNCED)) else None
+    return (match["file"], int(match["line"]), match["function"]) if match else None
 
 
 @lru_cache(maxsize=65536)

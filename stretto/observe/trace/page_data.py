@@ -17,7 +17,7 @@ from stretto.observe.trace.analysis import Analysis, DeviceReport
 from stretto.observe.trace.kinds import CAUSE_WORDS, Severity
 from stretto.observe.trace.model import HostKind, Ints
 from stretto.observe.trace.report_json import step_rows
-from stretto.observe.trace.report_text import duration, verdict
+from stretto.observe.trace.report_text import duration, verdict, where
 
 MOST_SPANS = 600_000
 _MOST_FINDINGS = 12
@@ -147,6 +147,7 @@ def _device(analysis: Analysis, report: DeviceReport, columns: _Columns) -> dict
                 "severity": finding.severity.value if finding.severity is not None and finding.is_hidden_sync else "",
                 "title": finding.title,
                 "location": finding.location,
+                "line": where(finding),
                 "remedy": finding.remedy,
                 "stack": list(finding.stack),
                 "count": finding.count,

@@ -131,6 +131,8 @@ def _finding(report: DeviceReport, finding: Finding) -> dict[str, Any]:
         "hidden_sync": finding.is_hidden_sync,
         "title": finding.title,
         "location": finding.location,
+        "exact_line": finding.exact_line,
+        "probable_lines": [{"line": guess.line, "what": guess.what} for guess in finding.guesses],
         "remedy": finding.remedy,
         "count": finding.count,
         "idle_us": _us(finding.idle_ns),

@@ -123,7 +123,7 @@ def _print_finding(report: DeviceReport, finding: Finding, place: int, console: 
     head.append(finding.title, style=f"bold {_COLOURS[finding.cause]}")
     console.print(head)
     if finding.location:
-        console.print(Text(f"   at {finding.location}", style="cyan"))
+        console.print(Text(f"   at {finding.location}", style="cyan").append(where(finding), style="dim cyan"))
     around = [name for name in finding.stack if name != finding.location]
     if around:
         console.print(Text("   in " + " < ".join(_short(name) for name in around[:_FRAMES]), style="dim"))
@@ -136,6 +136,17 @@ def _print_finding(report: DeviceReport, finding: Finding, place: int, console: 
     console.print(Text(cost))
     for line in textwrap.wrap(f"fix: {finding.remedy}", max(40, min(console.width, 120) - 6)):
         console.print(Text(f"   {line}", style="green"))
+
+
+def where(finding: Finding) -> str:
+    """What is known of the line beyond the function: ", probably line 93 (.item())"; "" if nothing is, or all."""
+    lines: dict[int, str] = {}
+    for guess in finding.guesses:
+        lines[guess.line] = f"{lines[guess.line]}, {guess.what}" if guess.line in lines else guess.what
+    if not lines:
+        return ""
+    *most, last = [f"{line} ({what})" for line, what in sorted(lines.items())]
+    return f", probably line {', '.join(most)} or {last}" if most else f", probably line {last}"
 
 
 def _short(name: str) -> str:

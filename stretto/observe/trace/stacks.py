@@ -68,10 +68,11 @@ class Stacks:
             if not len(near):
                 break
             inside = np.minimum(self._host.end[near], end) - np.maximum(self._host.start[near], start)
-            best = int(inside.argmax())
-            if inside[best] < _SHARE * (end - start):
+            most = np.flatnonzero(inside >= _SHARE * (end - start))
+            if not len(most):
                 break
-            found = int(near[best])
+            # Two may: an annotation that is opened within a call and outlives it. What is within begins later.
+            found = int(near[most[-1]])
             level = self._children[self._first[found] : self._first[found + 1]]
         return found
 

@@ -58,7 +58,7 @@ class Panels {
     if (finding.severity) head.append(make("span", "badge", finding.severity));
     head.append(make("span", "", finding.title));
     card.append(head);
-    if (finding.location) card.append(make("p", "where mono", `at ${finding.location}`));
+    if (finding.location) card.append(make("p", "where mono", `at ${finding.location}${finding.line}`));
     const around = finding.stack.filter((name) => name !== finding.location).slice(0, 4);
     if (around.length) card.append(make("p", "mono dim", around.map(shortName).join(" ‹ ")));
     if (finding.remedy) card.append(make("p", "", `Fix: ${finding.remedy}`));
