@@ -82,7 +82,7 @@ class JobRunner:
     def _add_samples(self, job: Job, work: Work, watched: bool) -> None:
         tokenizer = self._runtime.tokenizer if work.params.detokenize else None
         for index in range(work.params.n):
-            params = replace(work.params, n=1)
+            params = work.params.of_sample(index)
             seed = None if params.seed is None else derive_seed(params.seed, index)
             request = self._runtime.add(work.prompt.token_ids, params, seed=seed, priority=work.priority)
             sample = Sample(index, request, tokenizer, watched=watched)

@@ -8,7 +8,7 @@ complete, and its caller ends the request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from stretto.detokenizer import IncrementalDetokenizer, StopChecker
 from stretto.request import (
@@ -24,6 +24,9 @@ from stretto.request import (
 if TYPE_CHECKING:
     from stretto.prompts import Prompt
     from stretto.tokenizer import Tokenizer
+
+PromptRows: TypeAlias = list[dict[int, Logprob] | None]
+"""For each prompt token its own log-probability and the top tokens', by token id; None for the first."""
 
 
 class AnswerText:
@@ -145,11 +148,30 @@ class Sample:
             stop_reason=self.stop_reason,
         )
 
+    def prompt_logprobs(self) -> PromptRows | None:
+        """Of each prompt token; None where nobody asked, or as long as not all are known."""
+        known = self.request.prompt_logprobs
+        if known is None or not known.complete:
+            return None
+        scored = known.known()
+        rows: PromptRows = [None]
+        for token_id, *row in zip(
+            self.request.prompt_ids[1:].tolist(),
+            scored.logprob_Q.tolist(),
+            scored.rank_Q.tolist(),
+            scored.top_ids_QL.tolist(),
+            scored.top_logprobs_QL.tolist(),
+            strict=True,
+        ):
+            rows.append(self._logprobs(token_id, TokenLogprobs(*row)))
+        return rows
+
     def _logprobs(self, token_id: int, row: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest."""
+        """The token itself first, then the likeliest. Ids below 0 stand for nothing."""
         result = {token_id: Logprob(row.logprob, row.rank, self._token_text(token_id))}
         for rank, (top_id, logprob) in enumerate(zip(row.top_ids, row.top_logprobs, strict=True), start=1):
-            result.setdefault(int(top_id), Logprob(float(logprob), rank, self._token_text(int(top_id))))
+            if top_id >= 0 and top_id not in result:
+                result[int(top_id)] = Logprob(float(logprob), rank, self._token_text(int(top_id)))
         return result
 
     def _token_text(self, token_id: int) -> str | None:
@@ -163,6 +185,7 @@ class Job:
         self.request_id = request_id
         self.prompt = prompt
         self.samples: list[Sample] = []
+        self._prompt_told = False
 
     @property
     def finished(self) -> bool:
@@ -174,13 +197,15 @@ class Job:
 
     def output(self) -> RequestOutput:
         """Everything so far, all samples."""
-        return self._output([sample.output() for sample in self.samples])
+        return self._output([sample.output() for sample in self.samples], self.samples[0].prompt_logprobs())
 
     def take_delta(self) -> RequestOutput:
         """What came since the last call, of the samples that have something new."""
-        return self._output([sample.take_delta() for sample in self.samples if sample.has_news])
+        rows = None if self._prompt_told else self.samples[0].prompt_logprobs()
+        self._prompt_told |= rows is not None
+        return self._output([sample.take_delta() for sample in self.samples if sample.has_news], rows)
 
-    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+    def _output(self, outputs: list[CompletionOutput], prompt_logprobs: PromptRows | None) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
@@ -188,4 +213,5 @@ class Job:
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self.samples[0].request.num_cached,
+            prompt_logprobs=prompt_logprobs,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from stretto.cache.base import NO_KEY, CacheKey, Prefix
 from stretto.errors import InvalidRequest, NotSupported
+from stretto.prompt_logprobs import PromptLogprobs
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -44,7 +45,6 @@ class FinishReason(StrEnum):
 
 
 _NOT_BUILT = {
-    "prompt_logprobs": None,
     "bad_words": None,
     "allowed_token_ids": None,
     "logits_processors": None,
@@ -92,6 +92,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Log-probabilities of this many top tokens with each new token (0: only the chosen one)."""
     prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens, with this many top tokens each (0: only the prompt's own)."""
     detokenize: bool = True
     """False leaves `text` empty (then `stop` cannot be used)."""
     skip_special_tokens: bool = True
@@ -146,6 +147,8 @@ class SamplingParams:
             raise InvalidRequest(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0)
         for token_id in self.stop_token_ids or ():
             _check_int("an entry of stop_token_ids", token_id, 0)
         stops = self.stop_strings
@@ -158,6 +161,10 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether any of the three penalties is on."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def of_sample(self, index: int) -> SamplingParams:
+        """The parameters of one of the n samples. What is the prompt's is computed once, with the first."""
+        return replace(self, n=1, prompt_logprobs=None if index else self.prompt_logprobs)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -203,6 +210,11 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """If asked for: None for the first prompt token, then for each its own and the top tokens' log-probabilities.
+
+    Of a stream, the first output that holds it is the only one. None also where the request ended before its prompt
+    was computed."""
 
 
 class RequestState(StrEnum):
@@ -251,7 +263,13 @@ class Request:
     stop_token: int | None = None
     """The token id that stopped it, for FinishReason.STOP."""
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = field(init=False)
+    """What is known of them; None: nobody asked."""
     num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        wanted = self.params.prompt_logprobs
+        self.prompt_logprobs = None if wanted is None else PromptLogprobs(len(self.prompt_ids), wanted)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -88,6 +88,7 @@ MIXES = {
     "all filters": SamplingParams(top_k=50, top_p=0.9, min_p=0.02, temperature=0.7, max_tokens=8),
     "min tokens": SamplingParams(min_tokens=5, stop_token_ids=[3, 4], max_tokens=8),
     "log-probabilities": SamplingParams(logprobs=3, max_tokens=8),
+    "log-probabilities of the prompt": SamplingParams(logprobs=1, prompt_logprobs=2, max_tokens=8),
     "greedy with penalties": SamplingParams(temperature=0, presence_penalty=1.5, repetition_penalty=1.3, max_tokens=8),
     "a bias": SamplingParams(temperature=0, logit_bias={"7": 100, 9: -3.5}, max_tokens=8),
     "everything": SamplingParams(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from transformers import AutoModelForCausalLM
+
 from stretto.assembly import assemble
 from stretto.config import EngineConfig
 from stretto.engine.fused_runner import FusedRunner
 from stretto.models.resolve import ResolvedModel
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
-from tests.helpers.tiny_models import FAMILIES, reference_greedy, save, tiny_config, tiny_model
+from tests.helpers.tiny_models import FAMILIES, reference_greedy, reference_logits, save, tiny_config, tiny_model
 
 GPU = torch.cuda.is_available()
 PROMPTS = [[5, 17, 99, 3], [1], list(range(20, 57)), [7] * 9]
@@ -111,6 +114,29 @@ def test_every_mix_gives_the_tokens_of_the_plain_runner(tiny: Tiny, mix: str) ->
     plain = outputs_of(plain_runtime, PROMPTS[:2], MIXES[mix])
     plain_runtime.close()
     assert fused == plain
+
+
+def test_prompt_logprobs_are_those_of_transformers(tiny: Tiny) -> None:
+    """Of prompts in chunks, beside a request that does not ask."""
+    resolved, _ = tiny
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    asked = [PROMPTS[0], PROMPTS[3]]
+    with started(resolved.path, max_num_seqs=4, max_num_batched_tokens=8) as runtime:
+        runtime.add(PROMPTS[1], replace(params, max_tokens=3))
+        requests = [runtime.add(prompt, replace(params, prompt_logprobs=2)) for prompt in asked]
+        with runtime.running():
+            while runtime.has_work:
+                runtime.step()
+    model = AutoModelForCausalLM.from_pretrained(resolved.path).float().eval()
+    for request, prompt in zip(requests, asked, strict=True):
+        known = request.prompt_logprobs
+        assert known is not None
+        assert known.complete
+        logprobs_PV = reference_logits(model, prompt)[:-1].log_softmax(1)
+        own_P = logprobs_PV.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+        scored = known.known()
+        assert scored.logprob_Q == pytest.approx(own_P.numpy(), abs=1e-4)
+        assert scored.top_ids_QL.tolist() == logprobs_PV.topk(2).indices.tolist()
 
 
 def test_a_cached_prefix_changes_no_token(tiny: Tiny) -> None:

@@ -72,6 +72,8 @@ _BY_KIND = {
     "staging.device": Hazard.war_staging,
     "results.device": Hazard.raw_results,
     "results.host": Hazard.raw_results,
+    "scored.device": Hazard.raw_results,
+    "scored.host": Hazard.raw_results,
     "page": Hazard.war_pages_and_slots,
     "row": Hazard.war_pages_and_slots,
     "token": Hazard.token_feedback,

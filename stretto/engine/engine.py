@@ -18,11 +18,16 @@ from stretto.config import SchedulerConfig
 from stretto.device.base import Access, Device, Event, Region
 from stretto.engine.runner import Attend, EagerRunner, MakeRunner, RunnerParts, StepModel
 from stretto.engine.sampler import SampledOut
+from stretto.engine.scoring import ScoredOut
 from stretto.engine.staging import PlanLayout, ResultBuffers, RingEntry, StagingRing, pack
 from stretto.engine.tables import DeviceTables
 from stretto.scheduler.batch import IntArray, StepPlan, StepResults
 
 __all__ = ["Attend", "Engine", "InFlightStep", "StepModel"]
+
+
+_SAMPLED: Region = ("results.device", 0)
+_SCORED: Region = ("scored.device", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class Engine:
         self.tables = DeviceTables(config, device.torch_device)
         self.ring = StagingRing(device, config, config.overlap_depth + 1)
         self.sampled = SampledOut.allocate(config.max_rows, config.max_logprobs, device.torch_device)
+        self.scored = ScoredOut.allocate(config.max_num_batched_tokens, config.max_logprobs, device.torch_device)
         self._events = [(device.event(timing=True), device.event(timing=True)) for _ in range(config.overlap_depth + 3)]
         """(begin, copy-done) of the steps in turn; two more than can be in flight, for who looks at the last ones."""
         self._penalised: set[int] = set()
@@ -87,6 +93,7 @@ class Engine:
                 attention,
                 self.tables,
                 self.sampled,
+                self.scored,
                 self.feed_back,
                 self._lengths_B if checked else None,
             )
@@ -116,12 +123,15 @@ class Engine:
 
     def results(self, step: InFlightStep) -> StepResults:
         """The step's results on the host, once it is done: views that the ring reuses after its processing."""
-        self.device.host_access(reads=(step.entry.results_region,))
+        num_scored = step.plan.num_scored
+        regions = (step.entry.results_region, step.entry.scored_region)
+        self.device.host_access(reads=regions if num_scored else regions[:1])
         results, count = step.entry.results, len(step.plan.sampled_S)
         tokens_S = cast(IntArray, results.tokens_S.array)[:count]
         lengths_B = cast(IntArray, results.lengths_B.array)[: len(step.plan.slots_B)] if self._checked else None
+        scored = results.scored.view(num_scored) if num_scored else None
         if step.plan.mix.num_logprobs < 0:
-            return StepResults(tokens_S, lengths_B=lengths_B)
+            return StepResults(tokens_S, lengths_B=lengths_B, scored=scored)
         tops = step.plan.mix.num_logprobs
         return StepResults(
             tokens_S,
@@ -130,6 +140,7 @@ class Engine:
             cast(IntArray, results.top_ids_SL.array)[:count, :tops],
             cast(npt.NDArray[np.float32], results.top_logprobs_SL.array)[:count, :tops],
             lengths_B,
+            scored,
         )
 
     def _stage(self, entry: RingEntry, layout: PlanLayout) -> None:
@@ -155,7 +166,7 @@ class Engine:
             self._copy_results,
             plan,
             entry.results,
-            access=lambda: Access(reads=(("results.device", 0),), writes=(entry.results_region,)),
+            access=lambda: _return_access(plan, entry),
         )
 
     # -- work on the engine stream ----------------------------------------------------------------------------------
@@ -176,6 +187,8 @@ class Engine:
             host.rank_S.tensor[:count].copy_(device.rank_S[:count], non_blocking=True)
             host.top_ids_SL.tensor[:count].copy_(device.top_ids_SL[:count], non_blocking=True)
             host.top_logprobs_SL.tensor[:count].copy_(device.top_logprobs_SL[:count], non_blocking=True)
+        if plan.scored:
+            host.scored.fill(self.scored, plan.num_scored)
         if self._checked:
             host.lengths_B.tensor[:rows].copy_(self._lengths_B[:rows], non_blocking=True)
 
@@ -187,7 +200,9 @@ class Engine:
             entry.device_region,
             *(("row", slot) for slot in plan.slots_B.tolist() if slot not in fresh),
         ]
-        writes: list[Region] = [("results.device", 0), *(("row", slot) for slot in plan.slots_B.tolist())]
+        writes: list[Region] = [_SAMPLED, *(("row", slot) for slot in plan.slots_B.tolist())]
+        if plan.scored:
+            writes.append(_SCORED)
         fresh_tokens: set[int] = set()  # put into the table by this step itself, before it samples
         begun: set[Region] = set()  # pages first written here: a row that shares them reads what this step writes
         for row, slot in enumerate(plan.slots_B.tolist()):
@@ -237,6 +252,13 @@ class Engine:
             raise RuntimeError("a checking device needs plans with the host's page table")
         used = -(-int(plan.start_B[row] + plan.num_new_B[row]) // self.config.page_size)
         return [int(page) for page in plan.page_table_BM[row, :used]]
+
+
+def _return_access(plan: StepPlan, entry: RingEntry) -> Access:
+    """The shared regions of a step's results."""
+    if plan.scored:
+        return Access(reads=(_SAMPLED, _SCORED), writes=(entry.results_region, entry.scored_region))
+    return Access(reads=(_SAMPLED,), writes=(entry.results_region,))
 
 
 def _copy_words(device: torch.Tensor, host: torch.Tensor, count: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
 from stretto.engine.graphs import DecodeGraphs, ladder
-from stretto.engine.runner import MakeRunner, RunnerParts, choose
+from stretto.engine.runner import MakeRunner, RunnerParts, choose, score_prompts
 from stretto.engine.sampler import SamplingMix
 from stretto.engine.staging import PlanLayout, pack
 from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_mixed
@@ -149,6 +149,13 @@ class FusedRunner:
                 self._sample(logits_SV, slot_S, position_S)
             else:
                 choose(parts, plan, logits_SV.float(), slot_S, position_S)
+        if layout.num_scored:
+
+            def logits_of(index_S: Tensor) -> Tensor:
+                update_SD = None if update_TD is None else update_TD[index_S]
+                return model.logits(residual_TD[index_S], update_SD).float()
+
+            score_prompts(parts, plan, layout, staged, logits_of)
         tables.length_R[inputs.slot_B[:rows]] = inputs.context_B[:rows]
 
     def _sample(self, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.engine.graphs import ladder
+from stretto.engine.scoring import SLICE
 from stretto.errors import InvalidRequest
 from stretto.models.config import ModelConfig
 
@@ -32,7 +33,7 @@ class MemoryPlan:
     in_use: int
     """Used already: weights, and whatever other processes hold."""
     workspace: int
-    """Activations and sampling of the largest step, request tables, libraries."""
+    """Activations and sampling (or prompt scoring) of the largest step, request tables, libraries."""
     graphs: int
 
     @property
@@ -75,7 +76,7 @@ def plan_memory(
     heads = model.num_heads + 2 * model.num_kv_heads
     per_token = 3 * model.hidden_size + (heads + 2 * model.num_heads) * model.head_dim + 3 * model.intermediate_size
     activations = max_num_batched_tokens * per_token * element_bytes
-    sampling = max_num_seqs * model.vocab_size * _SAMPLING_BYTES
+    sampling = max(max_num_seqs, SLICE) * model.vocab_size * _SAMPLING_BYTES
     tables = (2 * max_num_seqs + 1) * 8 * (max_model_len + 1 + -(-max_model_len // page_size))
     captured = 0
     if graphs:

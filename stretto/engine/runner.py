@@ -2,7 +2,7 @@
 
 A runner unpacks a staged plan, derives the inputs, runs the model, samples, feeds tokens back and advances lengths; it
 owns no streams and enqueues nothing itself. Legend: T tokens, B rows, S sampled rows, U new pages, P prefill tokens,
-D hidden, V vocabulary.
+Q scored positions, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from stretto.attention.base import AttentionBackend, AttentionInputs
 from stretto.config import SchedulerConfig
 from stretto.engine.adjustment import adjust
 from stretto.engine.sampler import SampledOut, sample
+from stretto.engine.scoring import ScoredOut, score
 from stretto.engine.staging import PlanLayout
 from stretto.engine.tables import DeviceTables
 from stretto.scheduler.batch import StepPlan
@@ -45,6 +46,7 @@ class RunnerParts:
     attention: AttentionBackend
     tables: DeviceTables
     sampled: SampledOut
+    scored: ScoredOut
     feed_back: FeedBack
     lengths_B: torch.Tensor | None
     """int64: where the rows' lengths after the step go; None: nobody asks."""
@@ -86,7 +88,7 @@ class EagerRunner:
         words = staged[: layout.num_words]
         words64 = words.to(torch.int64)
         pieces = torch.split(words64, layout.sizes)
-        slot_B, num_new_B, sampled_S, page_slot_U, page_index_U, page_U, admissions, prefill_P, _ = pieces
+        slot_B, num_new_B, sampled_S, page_slot_U, page_index_U, page_U, admissions, prefill_P, *_ = pieces
         if layout.num_admitted:
             at = sum(layout.sizes[:6])
             packed = words[at : at + layout.sizes[6]].view(layout.num_admitted, -1)
@@ -126,9 +128,24 @@ class EagerRunner:
         if layout.num_sampled:
             hidden_SD = hidden_TD[query_start_B1[1:][sampled_S] - 1] if layout.num_prefill else hidden_TD
             choose(parts, plan, parts.model.logits(hidden_SD), slot_B[sampled_S], context_B[sampled_S])
+        if layout.num_scored:
+            score_prompts(parts, plan, layout, staged, lambda index_S: parts.model.logits(hidden_TD[index_S]))
         tables.length_R[slot_B] = context_B
         if parts.lengths_B is not None:
             parts.lengths_B[: layout.num_rows] = tables.length_R[slot_B]
+
+
+# hot path (of steps with such chunks)
+def score_prompts(
+    parts: RunnerParts,
+    plan: StepPlan,
+    layout: PlanLayout,
+    staged: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Log-probabilities of the prompt tokens that the packed plan names; `logits_of` as in `engine.scoring.score`."""
+    index_Q, target_Q = layout.scored_words(staged)
+    score(logits_of, index_Q.to(torch.int64), target_Q.to(torch.int64), plan.num_scored_tops, parts.scored)
 
 
 # hot path

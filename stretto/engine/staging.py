@@ -1,12 +1,13 @@
 """How a plan travels to the device: packed into one int32 buffer, through a ring of pinned and device buffers.
 
 Owns the ring and the layout of the packed words. Legend: B rows, S sampled rows, U new pages, A admitted requests,
-P prefill tokens, E stop ids per request, J adjusted rows.
+P prefill tokens, E stop ids per request, J adjusted rows, Q scored positions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ import torch
 
 from stretto.config import SchedulerConfig
 from stretto.device.base import Device, Event, HostBuffer, Region
+from stretto.engine.scoring import ScoredOut
+from stretto.prompt_logprobs import Float32Array, Int32Array, ScoredTokens
 from stretto.request import MAX_LOGIT_BIAS
 from stretto.scheduler.batch import Adjustment, StepPlan
 
@@ -57,6 +60,7 @@ class PlanLayout:
     num_admitted: int
     num_prefill: int
     stop_width: int
+    num_scored: int = 0
     adjusted: tuple[AdjustmentLayout, ...] = ()
 
     @classmethod
@@ -69,17 +73,36 @@ class PlanLayout:
             len(plan.admitted),
             len(plan.prefill_tokens),
             stop_width,
+            plan.num_scored,
             tuple(AdjustmentLayout.of(adjustment) for adjustment in plan.adjusted),
         )
 
     @property
     def sizes(self) -> list[int]:
         """Words of: slots, new tokens, sampled rows, page slots, page indices, page ids, admissions, prefill tokens,
-        adjusted rows."""
+        scored positions, the tokens after them, adjusted rows."""
         admission = self.num_admitted * (ADMISSION_WORDS + self.stop_width)
         rows, pages = self.num_rows, self.num_pages
         adjusted = sum(part.num_words for part in self.adjusted)
-        return [rows, rows, self.num_sampled, pages, pages, pages, admission, self.num_prefill, adjusted]
+        scored = self.num_scored
+        return [
+            rows,
+            rows,
+            self.num_sampled,
+            pages,
+            pages,
+            pages,
+            admission,
+            self.num_prefill,
+            scored,
+            scored,
+            adjusted,
+        ]
+
+    def scored_words(self, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a packed plan: index into T of each scored position, and the token after it; int32 views [Q]."""
+        at = sum(self.sizes[:8])
+        return staged[at : at + self.num_scored], staged[at + self.num_scored : at + 2 * self.num_scored]
 
     @property
     def num_words(self) -> int:
@@ -93,7 +116,7 @@ class PlanLayout:
         pages = rows * config.max_pages_per_request
         admission = ADMISSION_WORDS + config.max_stop_ids + ADJUSTMENT_WORDS + 2 * MAX_LOGIT_BIAS
         # The scheduler keeps the cached tokens of a step's adjusted rows within one longest sequence.
-        return 3 * rows + 3 * pages + rows * admission + config.max_num_batched_tokens + config.max_model_len
+        return 3 * rows + 3 * pages + rows * admission + 3 * config.max_num_batched_tokens + config.max_model_len
 
 
 def pack(plan: StepPlan, layout: PlanLayout, out: npt.NDArray[np.int32]) -> None:
@@ -108,6 +131,9 @@ def pack(plan: StepPlan, layout: PlanLayout, out: npt.NDArray[np.int32]) -> None
         _pack_admissions(plan, layout) if plan.admitted else _NOTHING,
         plan.prefill_tokens,
     ]
+    if plan.scored:
+        parts += [np.arange(chunk.at, chunk.at + len(chunk.tokens)) for chunk in plan.scored]
+        parts += [chunk.tokens for chunk in plan.scored]
     for adjustment in plan.adjusted:
         parts += _pack_adjustment(adjustment)
     np.concatenate(parts, axis=0, out=out[: layout.num_words], casting="same_kind")
@@ -150,6 +176,43 @@ def _pack_adjustment(adjustment: Adjustment) -> list[npt.NDArray[np.int32]]:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredBuffers:
+    """Log-probabilities of a step's prompt tokens, tops padded to the largest number that may be asked for."""
+
+    logprob_Q: HostBuffer
+    rank_Q: HostBuffer
+    top_ids_QL: HostBuffer
+    top_logprobs_QL: HostBuffer
+
+    @classmethod
+    def pinned(cls, device: Device, config: SchedulerConfig) -> ScoredBuffers:
+        """Pinned host buffers for a step that is one prompt chunk."""
+        tokens, tops = config.max_num_batched_tokens, config.max_logprobs
+        return cls(
+            device.pinned((tokens,), torch.float32),
+            device.pinned((tokens,), torch.int32),
+            device.pinned((tokens, tops), torch.int32),
+            device.pinned((tokens, tops), torch.float32),
+        )
+
+    def view(self, count: int) -> ScoredTokens:
+        """The first `count` tokens' as the host sees them."""
+        return ScoredTokens(
+            cast(Float32Array, self.logprob_Q.array)[:count],
+            cast(Int32Array, self.rank_Q.array)[:count],
+            cast(Int32Array, self.top_ids_QL.array)[:count],
+            cast(Float32Array, self.top_logprobs_QL.array)[:count],
+        )
+
+    def fill(self, device: ScoredOut, count: int) -> None:
+        """Copy the first `count` tokens' from the device; work on a stream."""
+        self.logprob_Q.tensor[:count].copy_(device.logprob_Q[:count], non_blocking=True)
+        self.rank_Q.tensor[:count].copy_(device.rank_Q[:count], non_blocking=True)
+        self.top_ids_QL.tensor[:count].copy_(device.top_ids_QL[:count], non_blocking=True)
+        self.top_logprobs_QL.tensor[:count].copy_(device.top_logprobs_QL[:count], non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
 class ResultBuffers:
     """Results of a step: one entry per sampled row, tops padded to the largest number that may be asked for."""
 
@@ -160,6 +223,8 @@ class ResultBuffers:
     top_logprobs_SL: HostBuffer
     lengths_B: HostBuffer
     """Of all rows; only when everything is checked."""
+    scored: ScoredBuffers
+    """Of prompt tokens."""
 
     @classmethod
     def pinned(cls, device: Device, config: SchedulerConfig) -> ResultBuffers:
@@ -172,6 +237,7 @@ class ResultBuffers:
             device.pinned((rows, tops), torch.int64),
             device.pinned((rows, tops), torch.float32),
             device.pinned((rows,), torch.int64),
+            ScoredBuffers.pinned(device, config),
         )
 
 
@@ -202,6 +268,11 @@ class RingEntry:
     def results_region(self) -> Region:
         """Name of the pinned results."""
         return ("results.host", self.index)
+
+    @property
+    def scored_region(self) -> Region:
+        """Name of the pinned log-probabilities of prompt tokens."""
+        return ("scored.host", self.index)
 
 
 class StagingRing:

@@ -1,6 +1,7 @@
 """What a step is on the host: the plan that is launched, and the output that its results become.
 
-Owns only frozen records. Legend: B rows of the step, S sampled rows, T tokens of the step, U new pages.
+Owns only frozen records. Legend: B rows of the step, S sampled rows, T tokens of the step, U new pages,
+Q scored positions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.engine.sampler import SamplingMix
+from stretto.prompt_logprobs import ScoredTokens
 from stretto.request import Request, TokenArray
 
 IntArray = npt.NDArray[np.int64]
@@ -40,6 +42,22 @@ class Adjustment:
     def penalised(self) -> bool:
         """Whether any of the penalties is on."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """Positions of a prefill row after which prompt tokens are scored (their log-probabilities are wanted)."""
+
+    row: int
+    """Index into B."""
+    at: int
+    """Index into T of the first of them; the others follow it."""
+    first: int
+    """Its position in the sequence."""
+    tokens: TokenArray
+    """int32: the prompt token after each."""
+    num_tops: int
+    """Likeliest tokens to be reported with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +96,23 @@ class StepPlan:
     mix: SamplingMix
     adjusted: tuple[Adjustment, ...] = ()
     """Of the admitted requests, those that change logits, or whose slot is left over from one that did."""
+    scored: tuple[ScoredChunk, ...] = ()
+    """Whose prompt's log-probabilities this step gives, in the order of the rows."""
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return self.num_decode + len(self.prefill_tokens)
+
+    @property
+    def num_scored(self) -> int:
+        """Q."""
+        return sum(len(chunk.tokens) for chunk in self.scored)
+
+    @property
+    def num_scored_tops(self) -> int:
+        """Likeliest tokens to be reported with each scored position, at least."""
+        return max((chunk.num_tops for chunk in self.scored), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +127,8 @@ class StepResults:
     top_logprobs_SL: npt.NDArray[np.float32] | None = None
     lengths_B: IntArray | None = None
     """Lengths of the step's rows after it as the device has them (only when everything is checked)."""
+    scored: ScoredTokens | None = None
+    """Of the plan's scored positions, if it has any."""
 
 
 @dataclass(frozen=True, slots=True)

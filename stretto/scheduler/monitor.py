@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from stretto.device.hazards import Hazard, HazardError
 from stretto.request import FinishReason, Request, RequestState
 from stretto.scheduler.batch import StepOutput, StepPlan, StepResults
+from stretto.scheduler.scoring import may_be_cached
 
 if TYPE_CHECKING:
     from stretto.scheduler.scheduler import Scheduler
@@ -53,7 +54,7 @@ class ScheduleMonitor:
         productive = [r for r in self._holders() if r.state in (RequestState.DECODE, RequestState.PREFILL)]
         if len(productive) >= scheduler.config.max_num_seqs:
             return
-        prefix = scheduler.cache.lock(first.token_ids, first.cache_key)
+        prefix = scheduler.cache.lock(may_be_cached(first), first.cache_key)
         fits = scheduler.pages.can_admit(first, prefix, scheduler.lifecycle.prefill.running, len(productive))
         scheduler.cache.unlock(prefix)
         if fits:

@@ -19,6 +19,8 @@ def take_in(
     is reported or counted. Every end is judged by what the plan says of this step, never by live counters.
     """
     slots.in_flight[plan.slots_B] -= 1
+    if plan.scored:
+        _keep_prompt_logprobs(plan, results, slots)
     slots_S = plan.slots_B[plan.sampled_S]
     alive_S = slots.active[slots_S]
     tokens_S, position_S, is_last_S = results.tokens_S, plan.position_S, plan.is_last_S
@@ -45,6 +47,19 @@ def take_in(
         uids, tokens_S = uids[~failed_S], tokens_S[~failed_S]
     lifecycle.release_processed()
     return uids, tokens_S.astype(np.int32)
+
+
+def _keep_prompt_logprobs(plan: StepPlan, results: StepResults, slots: SlotTable) -> None:
+    """Keep what the step says about prompts of requests that have not ended."""
+    if results.scored is None:
+        raise RuntimeError(f"step {plan.index} scores prompt tokens, but its results do not have them")
+    at = 0
+    for chunk in plan.scored:
+        slot, count = int(plan.slots_B[chunk.row]), len(chunk.tokens)
+        known = slots.holder(slot).prompt_logprobs
+        if slots.active[slot] and known is not None:
+            known.append(chunk.first, results.scored.part(at, at + count, chunk.num_tops))
+        at += count
 
 
 def _keep_logprobs(

@@ -22,6 +22,7 @@ from stretto.scheduler.monitor import ScheduleMonitor
 from stretto.scheduler.pages import PageBook
 from stretto.scheduler.prefill import Chunk
 from stretto.scheduler.results import take_in
+from stretto.scheduler.scoring import may_be_cached, scored_chunks
 from stretto.scheduler.slots import SlotTable
 
 _NO_TOKENS = np.empty(0, np.int32)
@@ -181,7 +182,7 @@ class Scheduler:
             request = lifecycle.prefill.first()
             if request is None:
                 break
-            prefix = self.cache.lock(request.token_ids, request.cache_key)
+            prefix = self.cache.lock(may_be_cached(request), request.cache_key)
             if not self.pages.can_admit(request, prefix, lifecycle.prefill.running, self.num_running):
                 self.cache.unlock(prefix)
                 break
@@ -240,6 +241,7 @@ class Scheduler:
             page_table_BM=slots.page_table[slots_B, :max_pages] if self._wants_host_pages else None,
             mix=slots.mix(sampled_slots, position_S),
             adjusted=tuple(self._adjusted),
+            scored=scored_chunks(chunks, slots, num_decode) if chunks else (),
         )
         self._num_steps += 1
         self.num_prefill_tokens += len(plan.prefill_tokens)
