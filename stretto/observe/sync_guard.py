@@ -5,6 +5,7 @@ Owns the findings and who is being watched; how such a call is recognised is in 
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -22,6 +23,8 @@ from stretto.observe.annotations import mark, span, spans_wanted
 from stretto.observe.cuda_syncs import CudaSyncs
 from stretto.observe.host_reads import Calls, Operators
 from stretto.observe.trace.kinds import BLOCKING_WORDS, Severity
+
+_LOG = logging.getLogger("stretto.observe")
 
 GuardMode = Literal["off", "count", "raise"]
 
@@ -280,12 +283,16 @@ class SyncGuard:
         key = _key(kind, frame)
         with self._lock:
             place = self._places.get(key)
+            is_new = place is None
             if place is None:
                 place = self._places[key] = _Place(call, frame.f_code.co_qualname)
             place.count += 1
             if blocked_s is not None:
                 place.blocked_s += blocked_s
                 place.timed += 1
+        if is_new:
+            found = _finding(key, place)
+            _LOG.info("hidden sync: %s in %s: %s (%s). %s", found.location, found.function, call, kind, found.remedy)
 
 
 def _key(kind: str, frame: FrameType) -> tuple[str, str, int]:
