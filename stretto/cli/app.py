@@ -10,7 +10,7 @@ import typer
 from stretto.cli.bench import bench_app
 from stretto.cli.chat import chat
 from stretto.cli.engine_options import ALIASES
-from stretto.cli.failures import INTERRUPTED, fail
+from stretto.cli.failures import INTERRUPTED, fail, usage_message
 from stretto.cli.generate import generate
 from stretto.cli.serve import serve
 from stretto.cli.simulate import simulate
@@ -58,11 +58,10 @@ def run() -> None:
     except typer.Abort:
         sys.exit(INTERRUPTED)
     except Exception as error:
-        # Usage errors are known by what they offer: their class lives in click or inside typer, by typer's version.
-        if not hasattr(error, "format_message"):
+        message = usage_message(error)
+        if message is None:
             raise
         context = getattr(error, "ctx", None)
-        message = error.format_message()
         if not message:  # the help that no_args_is_help shows
             sys.exit(0)
         where = f" (see {context.command_path} --help)" if context else ""

@@ -22,6 +22,13 @@ def fail(message: str, code: int) -> SystemExit:
     return SystemExit(code)
 
 
+def usage_message(error: Exception) -> str | None:
+    """What was wrong with the command line itself (empty where its help was shown); None for any other error."""
+    # Known by what such errors offer: their class lives in click or inside typer, by typer's version.
+    tell = getattr(error, "format_message", None)
+    return None if tell is None else str(tell())
+
+
 @contextmanager
 def reported_failures(debug: bool) -> Iterator[None]:
     """Turn exceptions of this block into a line and an exit code; `debug` lets them through with their traceback."""
@@ -35,7 +42,7 @@ def reported_failures(debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(BROKEN_PIPE) from None
     except Exception as error:
-        if debug:
+        if debug or usage_message(error) is not None:  # app.py tells usage errors, with the command that they are about
             raise
         if isinstance(error, (InvalidRequest, NotSupported, UnicodeDecodeError)):
             raise fail(str(error), BAD_INPUT) from None
