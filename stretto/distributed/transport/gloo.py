@@ -20,13 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # torch does not list the last
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-)
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists none of its stores
+from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store
 
 from stretto.distributed.transport.base import (
     ConnectFailed,
