@@ -1,1 +1,1 @@
-"""Several ranks as one engine: the data plane between devices, and the control plane between the ranks' hosts. No torch here."""
+"""Several ranks as one engine: data between their devices, control messages between their hosts. Imports no torch."""
