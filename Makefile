@@ -55,7 +55,7 @@ test: $(DEV_STAMP)
 
 EXAMPLES ?= 100000
 soak: $(DEV_STAMP)
-	@OMP_NUM_THREADS=1 STRETTO_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -v tests/test_scheduler_properties.py
+	@OMP_NUM_THREADS=1 STRETTO_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -v tests/test_scheduler_properties.py tests/test_turns.py
 
 lint: $(DEV_STAMP)
 	@$(BIN)/ruff check .
