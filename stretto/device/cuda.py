@@ -57,10 +57,17 @@ class CudaDevice(Device):
     def seconds_between(self, begin: Event, end: Event) -> float:
         """GPU time in seconds. Raises StrettoError unless both were recorded with timing and are done."""
         first, last = self.own(begin), self.own(end)
-        for event in (first, last):
-            if not event.timing or not event.query() or not event.recorded:
-                raise StrettoError("the event has no time: it must be made with timing=True, recorded and done")
-        return float(first.raw.elapsed_time(last.raw)) * 1e-3
+        fault = first.fault or last.fault
+        if fault is not None:
+            raise fault.error()
+        has_time = first.timing and last.timing and first.recorded and last.recorded
+        try:
+            if has_time:  # torch itself asks whether both are done; asking before would be paid in every step
+                return float(first.raw.elapsed_time(last.raw)) * 1e-3
+        except RuntimeError:
+            if first.query() and last.query():  # raise if the GPU has failed
+                raise
+        raise StrettoError("the event has no time: it must be made with timing=True, recorded and done")
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostBuffer:
         """Page-locked host memory, contents undefined. May block the host: allocate at start-up."""

@@ -28,38 +28,53 @@ class CudaSyncs:
     def __init__(self, on_sync: Callable[[], None], around_synchronize: Callable[[Callable[[], None]], None]) -> None:
         self._on_sync = on_sync
         self._around_synchronize = around_synchronize
+        self._listens = False
+        self._mode_before = _OFF
         self._show_before: Any = None
         self._synchronize_before: Any = None
 
     def install(self) -> None:
-        """Start listening. Idempotent."""
-        if self._show_before is not None:
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first use warns that the mode is a prototype
-            torch.cuda.set_sync_debug_mode(_WARN)
-            torch.cuda.set_sync_debug_mode(_OFF)
-        warnings.filterwarnings("always", message=_MESSAGE)
-        self._show_before, warnings.showwarning = warnings.showwarning, self._show
-        self._synchronize_before, torch.cuda.synchronize = torch.cuda.synchronize, self._synchronize
+        """Start listening. Idempotent, and needed again and again: whoever leaves `warnings.catch_warnings` puts back
+        what was there when they entered it. hot path
+        """
+        if self._synchronize_before is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the first use warns that the mode is a prototype
+                mode = torch.cuda.get_sync_debug_mode()
+                torch.cuda.set_sync_debug_mode(_WARN)
+                torch.cuda.set_sync_debug_mode(mode)
+            self._synchronize_before, torch.cuda.synchronize = torch.cuda.synchronize, self._synchronize
+        if warnings.showwarning != self._show and not self._is_shown():
+            warnings.filterwarnings("always", message=_MESSAGE)
+            self._show_before, warnings.showwarning = warnings.showwarning, self._show
 
     def uninstall(self) -> None:
         """Stop listening and put everything back. Idempotent."""
-        if self._show_before is None:
-            return
         if warnings.showwarning == self._show:
             warnings.showwarning = self._show_before
-        if torch.cuda.synchronize == self._synchronize:
+        if self._synchronize_before is not None and torch.cuda.synchronize == self._synchronize:
             torch.cuda.synchronize = self._synchronize_before
-        self._show_before = self._synchronize_before = None
+            self._synchronize_before = None
+        self._listens = False
+
+    def _is_shown(self) -> bool:
+        """Whether one of several listeners hands warnings on to this one."""
+        shown: Any = warnings.showwarning
+        while isinstance(listener := getattr(shown, "__self__", None), CudaSyncs):
+            if listener is self:
+                return True
+            shown = listener._show_before
+        return False
 
     def begin(self) -> None:
         """Synchronising calls count from here. hot path"""
+        self._listens, self._mode_before = True, torch._C._cuda_get_sync_debug_mode()
         torch._C._cuda_set_sync_debug_mode(_WARN)
 
     def end(self) -> None:
         """They count no more. hot path"""
-        torch._C._cuda_set_sync_debug_mode(_OFF)
+        self._listens = False
+        torch._C._cuda_set_sync_debug_mode(self._mode_before)
 
     def _show(
         self,
@@ -70,10 +85,13 @@ class CudaSyncs:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        if _MESSAGE in str(message):
+        is_sync, before = _MESSAGE in str(message), self._show_before
+        if is_sync and self._listens:
             self._on_sync()
-        elif self._show_before is not None:
-            self._show_before(message, category, filename, lineno, file, line)
+            if not isinstance(getattr(before, "__self__", None), CudaSyncs):
+                return  # no other listener: the warning ends here
+        if before is not None:
+            before(message, category, filename, lineno, file, line)
 
     def _synchronize(self, device: Any = None) -> None:
         self._around_synchronize(lambda: self._synchronize_before(device))

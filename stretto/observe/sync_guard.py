@@ -5,98 +5,25 @@ Owns the findings and who is being watched; how such a call is recognised is in 
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 import torch
 
-from stretto.errors import InvalidRequest, StrettoError
+from stretto.errors import InvalidRequest
 from stretto.observe.annotations import mark, span, spans_wanted
 from stretto.observe.cuda_syncs import CudaSyncs
 from stretto.observe.host_reads import Calls, Operators
-from stretto.observe.trace.kinds import BLOCKING_WORDS, Severity
+from stretto.observe.sync_findings import HiddenSync, SyncFinding, SyncTally, place_of, user_frame
 
-_LOG = logging.getLogger("stretto.observe")
+__all__ = ["GuardMode", "HiddenSync", "SyncFinding", "SyncGuard"]
 
 GuardMode = Literal["off", "count", "raise"]
-
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = tuple(
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("sync_guard", "host_reads", "cuda_syncs", "watched_stream")
-)
-_UPLOADS = ("pageable-upload", "upload")
-
-
-@dataclass(frozen=True, slots=True)
-class SyncFinding:
-    """One place in the program where the host waits for the device."""
-
-    kind: str
-    """As in `stretto trace analyze`: `item`, `truth-value`, `to-host`, `pageable-upload`...; `sync` if unknown."""
-    call: str
-    """The torch call."""
-    file: str
-    line: int
-    function: str
-    severity: Severity
-    """`lost`: a read from the device, nothing overlaps any more; `shortened`: only the launch comes later."""
-    count: int
-    """Calls that were seen."""
-    blocked_s: float
-    """Time that the host spent in those calls that were timed."""
-    timed: int
-    """How many of them were timed."""
-
-    @property
-    def location(self) -> str:
-        """file:line in the program's own code."""
-        return f"{self.file}:{self.line}"
-
-    @property
-    def remedy(self) -> str:
-        """What to write instead."""
-        words = BLOCKING_WORDS.get(self.kind)
-        return words.remedy if words else "Look at this line: something in it waits for the device."
-
-    def __str__(self) -> str:
-        times = f"{self.count} times" if self.count != 1 else "once"
-        blocked = f", blocked {1e3 * self.blocked_s:.3f} ms in {self.timed} of them" if self.timed else ""
-        return (
-            f"{self.location} in {self.function}: {self.call} ({self.kind}), {times}{blocked}; overlap {self.severity}"
-        )
-
-
-class HiddenSync(StrettoError):
-    """Watched code was about to wait for the device, and the guard raises.
-
-    Attributes:
-        finding: what and where.
-    """
-
-    def __init__(self, finding: SyncFinding) -> None:
-        super().__init__(f"hidden sync: {finding.location} in {finding.function}: {finding.call}. {finding.remedy}")
-        self.finding = finding
-
-
-class _Place:
-    """Counts of one line and kind."""
-
-    __slots__ = ("blocked_s", "call", "count", "function", "timed")
-
-    def __init__(self, call: str, function: str) -> None:
-        self.call = call
-        self.function = function
-        self.count = 0
-        self.blocked_s = 0.0
-        self.timed = 0
 
 
 class _ThreadState(threading.local):
@@ -132,7 +59,7 @@ class SyncGuard:
         self._every = every
         self._cpu_as_device = not has_cuda if cpu_as_device is None else cpu_as_device
         self._lock = threading.Lock()
-        self._places: dict[tuple[str, str, int], _Place] = {}
+        self._tally = SyncTally()
         self._allowed: dict[str, int] = {}
         self._state = _ThreadState()
         self._cuda = CudaSyncs(self._heard, self._synchronize) if has_cuda and not self._cpu_as_device else None
@@ -212,14 +139,12 @@ class SyncGuard:
 
     def findings(self) -> list[SyncFinding]:
         """What was found so far: lost before shortened, then by blocked time and count."""
-        with self._lock:
-            found = [_finding(key, place) for key, place in self._places.items()]
-        return sorted(found, key=lambda one: (one.severity is not Severity.LOST, -one.blocked_s, -one.count))
+        return self._tally.findings()
 
     @property
     def num_syncs(self) -> int:
         """Hidden syncs seen so far."""
-        return sum(place.count for place in tuple(self._places.values()))
+        return self._tally.count
 
     @property
     def allowed(self) -> dict[str, int]:
@@ -228,8 +153,8 @@ class SyncGuard:
 
     def clear(self) -> None:
         """Forget what was found."""
+        self._tally.clear()
         with self._lock:
-            self._places.clear()
             self._allowed.clear()
 
     def _seen(self, kind: str, call: str, run: Callable[[], Any]) -> Any:
@@ -245,18 +170,17 @@ class SyncGuard:
                 return run()
             finally:
                 state.inside -= 1
-        frame = _user_frame(sys._getframe(1))
+        frame = user_frame(sys._getframe(1))
         if self.mode == "raise":
-            self._note(kind, call, frame, None)
-            raise HiddenSync(_finding(_key(kind, frame), self._places[_key(kind, frame)]))
+            raise HiddenSync(self._tally.note(kind, call, frame))
         state.inside += 1
         began = time.perf_counter()
         try:
-            with span(f"stretto.sync {kind}{_place(frame)}" if spans_wanted() else ""):
+            with span(f"stretto.sync {kind}{place_of(frame)}" if spans_wanted() else ""):
                 return run()
         finally:
             state.inside -= 1
-            self._note(kind, call, frame, time.perf_counter() - began)
+            self._tally.note(kind, call, frame, time.perf_counter() - began)
 
     def _heard(self) -> None:
         """CUDA's debug mode reports a synchronisation that has just happened."""
@@ -267,57 +191,14 @@ class SyncGuard:
             with self._lock:
                 self._allowed[state.allowed[-1]] = self._allowed.get(state.allowed[-1], 0) + 1
             return
-        frame = _user_frame(sys._getframe(1))
+        frame = user_frame(sys._getframe(1))
         self._heard_at = self._step
         if spans_wanted():
-            mark(f"stretto.synced{_place(frame)}")
-        self._note("sync", "a synchronising CUDA call", frame, None)
+            mark(f"stretto.synced{place_of(frame)}")
+        found = self._tally.note("sync", "a synchronising CUDA call", frame)
         if self.mode == "raise":
-            raise HiddenSync(_finding(_key("sync", frame), self._places[_key("sync", frame)]))
+            raise HiddenSync(found)
 
     def _synchronize(self, run: Callable[[], None]) -> None:
         """`torch.cuda.synchronize` was called."""
         self.call("device-sync", "torch.cuda.synchronize", run)
-
-    def _note(self, kind: str, call: str, frame: FrameType, blocked_s: float | None) -> None:
-        key = _key(kind, frame)
-        with self._lock:
-            place = self._places.get(key)
-            is_new = place is None
-            if place is None:
-                place = self._places[key] = _Place(call, frame.f_code.co_qualname)
-            place.count += 1
-            if blocked_s is not None:
-                place.blocked_s += blocked_s
-                place.timed += 1
-        if is_new:
-            found = _finding(key, place)
-            _LOG.info("hidden sync: %s in %s: %s (%s). %s", found.location, found.function, call, kind, found.remedy)
-
-
-def _key(kind: str, frame: FrameType) -> tuple[str, str, int]:
-    return kind, frame.f_code.co_filename, frame.f_lineno
-
-
-def _place(frame: FrameType) -> str:
-    """For a trace, which knows no lines: what `trace/names.py` reads back."""
-    return f" at {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
-
-
-def _finding(key: tuple[str, str, int], place: _Place) -> SyncFinding:
-    kind, file, line = key
-    severity = Severity.SHORTENED if kind in _UPLOADS else Severity.LOST
-    return SyncFinding(
-        kind, place.call, file, line, place.function, severity, place.count, place.blocked_s, place.timed
-    )
-
-
-def _user_frame(frame: FrameType) -> FrameType:
-    """The innermost frame that is neither torch's, nor the standard library's warnings, nor the guard's own."""
-    found: FrameType | None = frame
-    while found is not None:
-        file = found.f_code.co_filename
-        if not file.startswith(_TORCH) and file not in _OWN and not file.endswith(("/warnings.py", "/contextlib.py")):
-            return found
-        found = found.f_back
-    return frame

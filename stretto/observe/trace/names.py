@@ -41,7 +41,9 @@ _ALLOCATION = re.compile(
     r"|HostFree|MemAlloc\w*|MemFree\w*|MemHostAlloc|MemHostRegister|ModuleLoad\w*|LibraryLoad\w*|GraphInstantiate\w*)$"
 )
 _GRAPH = re.compile(r"^(cuda|hip|cu)GraphLaunch")
-_INSTRUMENT = re.compile(r"(^|/)stretto/observe/(annotations|cuda_syncs|host_reads|sync_guard|watched_stream)\.py$")
+_INSTRUMENT = re.compile(
+    r"(^|/)stretto/observe/(annotations|cuda_syncs|host_reads|sync_findings|sync_guard|watched_stream)\.py$"
+)
 _BUILTIN_WAIT = re.compile(
     r"<built-in (method|function) (acquire of _thread\.(lock|RLock)|get of _queue\.SimpleQueue|sleep|poll|select"
     r"|recv\w*|accept|read|wait\w*|join\w*)\b"
