@@ -12,7 +12,7 @@ import torch
 from stretto.distributed.group import SOLO
 from stretto.request import SamplingParams
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.tensor_parallel import Case, compute, error_of_rank_0, sum_and_gather
+from tests.helpers.tensor_parallel import Case, compute, error_of_rank_0, sample_both_ways, sum_and_gather
 from tests.helpers.tiny_models import edit_config, save, tiny_config, tiny_model
 
 PROMPTS = [[5, 17, 99, 3], [1], list(range(20, 57)), [7] * 9]
@@ -119,3 +119,11 @@ def test_a_rank_that_waits_in_vain_says_so(how: str, said: str, pool: RankPool) 
     assert first.startswith("rank 0 of 2: an all-reduce")
     assert said in first
     assert again.startswith("rank 0 of 2: ")
+
+
+@pytest.mark.parametrize("vocabulary", [5, 199, 5000])
+def test_the_ranks_candidates_give_the_tokens_of_the_whole_vocabulary(vocabulary: int, pool: RankPool) -> None:
+    for split, whole in pool.run(4, sample_both_ways, vocabulary):
+        assert split.tolist() == whole.tolist()
+        assert split[:4].tolist() == [-1, -1, -1, whole[3]]
+        assert len(set(split.tolist())) >= min(vocabulary, 50)

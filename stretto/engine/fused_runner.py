@@ -85,7 +85,7 @@ class FusedRunner:
         if layout.num_prefill:
             self._run_mixed(plan, layout, staged)
         else:
-            kind = WHOLE if _is_plain(plan.mix) else FORWARD
+            kind = WHOLE if plan.mix.is_plain else FORWARD
             logits_SV = self._decode_step(rows, kind)
             if kind == FORWARD:
                 inputs = self._inputs
@@ -145,7 +145,7 @@ class FusedRunner:
             update_SD = None if update_TD is None else update_TD[last_S]
             logits_SV = model.logits(residual_TD[last_S], update_SD)
             slot_S, position_S = inputs.slot_S[: layout.num_sampled], inputs.position_S[: layout.num_sampled]
-            if _is_plain(plan.mix):
+            if plan.mix.is_plain:
                 self._sample(logits_SV, slot_S, position_S)
             else:
                 choose(parts, plan, logits_SV.float(), slot_S, position_S)
@@ -191,12 +191,6 @@ class FusedRunner:
             longest_chunk=longest,
             uniform=uniform,
         )
-
-
-def _is_plain(mix: SamplingMix) -> bool:
-    """Whether the sampling kernels cover the mix: greedy rows and temperatures, nothing else."""
-    filters = mix.any_top_k or mix.any_top_p or mix.any_min_p
-    return not (filters or mix.any_min_tokens or mix.adjusts or mix.num_logprobs >= 0)
 
 
 def _padding_plan(tokens: int, past: int, decodes: int) -> StepPlan:

@@ -18,6 +18,7 @@ from stretto.config import SchedulerConfig
 from stretto.engine.adjustment import adjust
 from stretto.engine.sampler import SampledOut, sample
 from stretto.engine.scoring import ScoredOut, score
+from stretto.engine.split_sampling import SplitModel, sample_split
 from stretto.engine.staging import PlanLayout
 from stretto.engine.tables import DeviceTables
 from stretto.scheduler.batch import StepPlan
@@ -71,8 +72,10 @@ MakeRunner = Callable[[RunnerParts], StepRunner]
 class EagerRunner:
     """Plain torch, for any device: what every other runner is compared with."""
 
-    def __init__(self, parts: RunnerParts) -> None:
+    def __init__(self, parts: RunnerParts, split: SplitModel | None = None) -> None:
+        """`split`: the model once more, if other ranks have parts of its logits."""
         self._parts = parts
+        self._split = split
         self._arange = torch.arange(parts.config.max_num_batched_tokens + 1, device=parts.tables.length_R.device)
 
     def prepare(self) -> None:
@@ -127,7 +130,11 @@ class EagerRunner:
         hidden_TD = parts.model.forward(input_ids_T, positions_T, parts.attention.attend)
         if layout.num_sampled:
             hidden_SD = hidden_TD[query_start_B1[1:][sampled_S] - 1] if layout.num_prefill else hidden_TD
-            choose(parts, plan, parts.model.logits(hidden_SD), slot_B[sampled_S], context_B[sampled_S])
+            slot_S, position_S = slot_B[sampled_S], context_B[sampled_S]
+            if self._split is not None and plan.mix.is_plain:
+                choose_split(parts, plan, self._split, hidden_SD, slot_S, position_S)
+            else:
+                choose(parts, plan, parts.model.logits(hidden_SD), slot_S, position_S)
         if layout.num_scored:
             score_prompts(parts, plan, layout, staged, lambda index_S: parts.model.logits(hidden_TD[index_S]))
         tables.length_R[slot_B] = context_B
@@ -146,6 +153,21 @@ def score_prompts(
     """Log-probabilities of the prompt tokens that the packed plan names; `logits_of` as in `engine.scoring.score`."""
     index_Q, target_Q = layout.scored_words(staged)
     score(logits_of, index_Q.to(torch.int64), target_Q.to(torch.int64), plan.num_scored_tops, parts.scored)
+
+
+# hot path
+def choose_split(
+    parts: RunnerParts,
+    plan: StepPlan,
+    model: SplitModel,
+    hidden_SD: torch.Tensor,
+    slot_S: torch.Tensor,
+    position_S: torch.Tensor,
+) -> None:
+    """`choose` for a plain mix, where every rank looks at its own part of the logits only."""
+    sampled, rows = parts.sampled, parts.tables.sampling_rows(slot_S, position_S, plan.mix)
+    sample_split(model.own_logits(hidden_SD), model.token_ids, rows, plan.mix, sampled, model.group)
+    parts.feed_back(slot_S, position_S, sampled.tokens_S[: len(plan.sampled_S)])
 
 
 # hot path

@@ -23,8 +23,9 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy."""
 MAX_CANDIDATES = 256
 """Up to this top-k (on all random rows) only the best candidates are looked at, not the whole vocabulary."""
+HIGHEST_TEMPERATURE = 2.0**60
+"""Higher ones are as flat as this; bounded, as inf / inf would make a NaN of an impossible token."""
 
-_HIGHEST_TEMPERATURE = 2.0**60
 _CPU_CHUNK_BYTES = 4 << 20
 """Logits handled at once on a CPU, so that the temporaries stay in its cache. Results do not depend on it."""
 
@@ -83,6 +84,12 @@ class SamplingMix:
             num_logprobs=int(num_logprobs.max(initial=-1)),
             all_top_k=bool((has_top_k == is_random).all()),
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy rows and temperatures, nothing else."""
+        filters = self.any_top_k or self.any_top_p or self.any_min_p
+        return not (filters or self.any_min_tokens or self.adjusts or self.num_logprobs >= 0)
 
     @property
     def adjusts(self) -> bool:
@@ -192,10 +199,8 @@ def sample(
     if num_rows > out.tokens_S.shape[0] or mix.num_logprobs > out.top_ids_SL.shape[1]:
         room = (out.tokens_S.shape[0], out.top_ids_SL.shape[1])
         raise ValueError(f"room for {room} (rows, logprobs), asked for {(num_rows, mix.num_logprobs)}")
-    chunk = num_rows
-    if logits_SV.device.type == "cpu" and not (mix.all_greedy and mix.num_logprobs < 0):
-        most = max(1, _CPU_CHUNK_BYTES // (4 * max(vocabulary, 4096)))
-        chunk = -(-num_rows // max(1, -(-num_rows // most)))
+    few_passes = mix.all_greedy and mix.num_logprobs < 0
+    chunk = num_rows if few_passes else rows_at_once(num_rows, vocabulary, logits_SV.device)
     for start in range(0, num_rows, max(1, chunk)):
         stop = min(start + chunk, num_rows)
         part_SV, part = (logits_SV, rows) if chunk >= num_rows else (logits_SV[start:stop], rows.slice(start, stop))
@@ -212,6 +217,14 @@ def sample(
                 top_ids_SL=out.top_ids_SL[start:stop],
                 top_logprobs_SL=out.top_logprobs_SL[start:stop],
             )
+
+
+def rows_at_once(num_rows: int, vocabulary: int, device: torch.device) -> int:
+    """Rows that are handled together, so that their temporaries stay in a CPU's cache; elsewhere all. hot path"""
+    if device.type != "cpu":
+        return num_rows
+    most = max(1, _CPU_CHUNK_BYTES // (4 * max(vocabulary, 4096)))
+    return -(-num_rows // max(1, -(-num_rows // most)))
 
 
 def _choose(
@@ -232,8 +245,7 @@ def _choose(
         usable_S &= logits_SV.amax(1).isfinite()
     if not mix.all_greedy:
         greedy_S = rows.temperature_S < GREEDY_BELOW
-        # Bounded: inf / inf would make a NaN of an impossible token at an infinite temperature.
-        temperature_S = rows.temperature_S.clamp(max=_HIGHEST_TEMPERATURE).masked_fill_(greedy_S, 1.0)
+        temperature_S = rows.temperature_S.clamp(max=HIGHEST_TEMPERATURE).masked_fill_(greedy_S, 1.0)
         keys_S = row_keys(rows.seed_S, rows.position_S)
         best_S1 = best_S.unsqueeze(1)
         if mix.all_top_k and mix.max_top_k <= MAX_CANDIDATES:

@@ -56,8 +56,10 @@ class VocabularyParallelEmbedding:
 class VocabularyParallelHead:
     """Logits of the whole vocabulary, of which every rank computes an equal part, the last ones with padding behind."""
 
-    def __init__(self, local: Linear, vocabulary: int, group: TensorGroup) -> None:
+    def __init__(self, local: Linear, token_ids: range, vocabulary: int, group: TensorGroup) -> None:
         self.local = local
+        self.token_ids = token_ids
+        """The rank's, without padding."""
         self.in_features = local.in_features
         self.out_features = vocabulary
         self.weight_bytes = local.weight_bytes
@@ -65,8 +67,4 @@ class VocabularyParallelHead:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Logits [S, V] of hidden states [S, D], equal on all ranks to the bit. hot path"""
-        return self.gather(self.local(x_TI))
-
-    def gather(self, logits_Sv: Tensor) -> Tensor:
-        """Logits [S, V] from every rank's part. hot path"""
-        return self._group.all_gather(logits_Sv, self.out_features)
+        return self._group.all_gather(self.local(x_TI), self.out_features)

@@ -20,7 +20,7 @@ from stretto.layers.activation import silu_and_mul
 from stretto.layers.embedding import Embedding
 from stretto.layers.linear import Linear
 from stretto.layers.norm import RMSNorm
-from stretto.layers.parallel import VocabularyParallelEmbedding
+from stretto.layers.parallel import VocabularyParallelEmbedding, VocabularyParallelHead
 from stretto.layers.rope import Rope, apply_rope
 from stretto.models.config import ModelConfig
 from stretto.models.rope import inverse_frequencies
@@ -205,6 +205,17 @@ class Decoder:
         hot path
         """
         return self.head(self.norm(hidden_SD)).float()
+
+    @property
+    def token_ids(self) -> range:
+        """Ids whose logits this rank computes."""
+        head = self.head
+        return head.token_ids if isinstance(head, VocabularyParallelHead) else range(self.config.vocab_size)
+
+    def own_logits(self, hidden_SD: Tensor) -> Tensor:
+        """This rank's part of `logits`, float32 [S, v]: those of its `token_ids`, then padding. hot path"""
+        head = self.head.local if isinstance(self.head, VocabularyParallelHead) else self.head
+        return head(self.norm(hidden_SD)).float()
 
     @property
     def weight_bytes(self) -> int:

@@ -1,23 +1,19 @@
-"""A GGUF file as a model: its configuration and weights under the names that Hugging Face checkpoints use.
+"""A GGUF file as a model: its configuration and tensors under the names that Hugging Face checkpoints use.
 
-Owns the translation of keys, tensor names and row order. The container is gguf_file.py, block formats gguf_quants.py.
+Owns the translation of keys and tensor names. The container is gguf_file.py, block formats gguf_quants.py, reading the
+weights sources.py.
 """
 
-import logging
 import math
 import re
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from stretto.errors import ModelLoadError, NotSupported
 from stretto.models.gguf_file import GGUFFile, GGUFTensor
 from stretto.models.gguf_quants import dequantize
 
-__all__ = ["GGUFFile", "GGUFTensor", "config_from_gguf", "dequantize", "hf_name", "iter_weights"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["GGUFFile", "GGUFTensor", "config_from_gguf", "dequantize", "hf_name"]
 
 # general.architecture -> (HF architecture, HF model_type).
 _ARCHITECTURES = {
@@ -60,39 +56,6 @@ def hf_name(name: str) -> str | None:
         if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)) and match[2] in _IN_LAYER:
             return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{kind}"
     raise KeyError(name)
-
-
-def iter_weights(gguf: GGUFFile) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, float32 tensor) for every weight, in file order, one dequantised at a time.
-
-    Rows of q and k of the llama architecture are put back into Hugging Face's order (llama.cpp stores the two halves
-    of each head interleaved). Raises ModelLoadError for a tensor that the architecture does not have, NotSupported for
-    an architecture or a tensor type that cannot be read. Blocks on disk reads.
-    """
-    architecture = _architecture(gguf)
-    heads = {"attn_q": _integer(gguf, "attention.head_count"), "attn_k": _kv_heads(gguf)}
-    for tensor in gguf.tensors.values():
-        try:
-            name = hf_name(tensor.name)
-        except KeyError:
-            raise ModelLoadError(f"{gguf.path}: unexpected tensor {tensor.name!r} in a {architecture} model") from None
-        if name is None:
-            continue
-        values = dequantize(tensor)
-        part = tensor.name.split(".")[-2]
-        if architecture == "llama" and part in heads:
-            values = _halves_of_heads(values, heads[part], tensor)
-        yield name, values
-
-
-def _halves_of_heads(values: Tensor, heads: int, tensor: GGUFTensor) -> Tensor:
-    """Undo llama.cpp's row order: per head, rows 0, h, 1, h + 1, ... become 0, 1, ..., h, h + 1, ...; h is H / 2."""
-    rows = values.shape[0]
-    if rows % (2 * heads):
-        raise ModelLoadError(
-            f"{tensor.file}: tensor {tensor.name!r} has {rows} rows, which are not {heads} heads of even size"
-        )
-    return values.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(values.shape)
 
 
 def config_from_gguf(gguf: GGUFFile) -> dict[str, object]:

@@ -129,7 +129,7 @@ class WeightReader:
         if share is None:
             return embedding, head
         split = VocabularyParallelEmbedding(embedding, shard.rank * shard.vocabulary_rows, self._group)
-        return split, VocabularyParallelHead(head, vocabulary, self._group)
+        return split, VocabularyParallelHead(head, share, vocabulary, self._group)
 
     def finish(self) -> None:
         """Raises ModelLoadError if the source has tensors that no parameter asked for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,8 @@ from stretto.config import SchedulerConfig
 from stretto.device.cpu import CpuDevice
 from stretto.distributed.group import TensorGroup
 from stretto.engine.runner import EagerRunner, MakeRunner
+from stretto.engine.sampler import SampledOut, SamplingMix, SamplingRows, sample
+from stretto.engine.split_sampling import sample_split
 from stretto.errors import EngineBroken
 from stretto.models.loader import load_model
 from stretto.models.resolve import ResolvedModel
@@ -84,7 +87,7 @@ def compute(group: TensorGroup, case: Case) -> Found:
         scale=model.config.attention_scale,
     )
     attention: Any
-    make_runner: MakeRunner = EagerRunner
+    make_runner: MakeRunner = EagerRunner if group.size == 1 else partial(EagerRunner, split=model)
     if case.fused:
         from stretto.attention.triton_paged import TritonPagedAttention
         from stretto.engine.fused_runner import fused_runner
@@ -136,3 +139,34 @@ def error_of_rank_0(group: TensorGroup, how: str) -> str | None:
         except EngineBroken as error:
             told.append(str(error))
     return "\n".join(told)
+
+
+def sample_both_ways(group: TensorGroup, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Tokens of rows of every kind from this rank's part of the logits, and from all of them."""
+    count = 400
+    logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(1)) * 3
+    logits[0, vocabulary // 2] = torch.nan
+    logits[1, 0] = torch.inf
+    logits[2] = -torch.inf
+    logits[3] = 1.0  # all equal: the lowest id
+    logits[4:200, 1:] = -torch.inf  # impossible everywhere but on the first rank
+    logits[4:100, -1] = 0.5
+    rows = SamplingRows(
+        temperature_S=torch.tensor([0.0, 0.7, 1.0, 3.0, 1e30]).repeat(count // 5),
+        top_k_S=torch.zeros(count, dtype=torch.int64),
+        top_p_S=torch.ones(count),
+        min_p_S=torch.zeros(count),
+        seed_S=torch.arange(count) * 7919,
+        position_S=torch.arange(count) % 13,
+        min_position_S=torch.zeros(count, dtype=torch.int64),
+        stop_ids_SE=torch.full((count, 1), -1, dtype=torch.int64),
+    )
+    mix = SamplingMix(False, False, 0, False, False, False, -1)
+    split, whole = SampledOut.allocate(count, 0, CPU), SampledOut.allocate(count, 0, CPU)
+    width = -(-vocabulary // group.size)
+    ids = range(min(group.rank * width, vocabulary), min((group.rank + 1) * width, vocabulary))
+    part = torch.full((count, width), torch.nan)  # padding must not be looked at
+    part[:, : len(ids)] = logits[:, ids.start : ids.stop]
+    sample_split(part, ids, rows, mix, split, group)
+    sample(logits, rows, mix, whole)
+    return split.tokens_S, whole.tokens_S
