@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from stretto.models.decoder import Decoder
 from stretto.models.gguf import GGUFFile
 from stretto.models.loader import load_config, load_model
 from stretto.models.resolve import ResolvedModel, resolve_model
+from stretto.models.shard import check_size
 from stretto.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
@@ -71,6 +73,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None, member: Mem
         model_config = load_config(resolved)
         tokenizer = _tokenizer(config, resolved)
         max_model_len = _max_model_len(config, model_config)
+        check_size(model_config, member.place.size)  # before anybody waits for others
         group = member.join(resolved, model_config, device)
         model = device.call(
             lambda: load_model(
@@ -234,7 +237,8 @@ def _attention(
     )
     backend, on_gpu = options.attention_backend, device.torch_device.type == "cuda"
     if backend == "torch" or (backend == "auto" and not on_gpu):
-        return PagedTorchAttention(shape), EagerRunner
+        whole = model.group.size == 1
+        return PagedTorchAttention(shape), EagerRunner if whole else partial(EagerRunner, split=model)
     # Triton is an optional dependency on a machine without a GPU.
     from stretto.attention.triton_paged import TritonPagedAttention
     from stretto.engine.fused_runner import fused_runner
