@@ -79,7 +79,7 @@ class EngineWithAHostProcessor(Engine):
     def launch(self, plan: StepPlan) -> InFlightStep:
         rows = plan.slots_B[plan.sampled_S]
         needed = plan.position_S - 1
-        self.device.host_access(reads=self.scheduler._history_regions(rows, needed))
+        self.device.host_access(reads=self.scheduler.reports.history(rows, needed))
         return super().launch(plan)
 
 

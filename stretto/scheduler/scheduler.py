@@ -1,7 +1,7 @@
 """Scheduler: decides what each step computes. Host only: it never touches a device tensor.
 
 What a step costs here depends on what changed, not on what runs. Who a request is and when it may let go of what it
-holds is lifecycle.py's; how results are taken in is results.py's.
+holds is lifecycle.py's; how results are taken in is results.py's; what a checking device is told is reports.py's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from stretto.cache.base import PrefixCache
 from stretto.cache.page_pool import PagePool
 from stretto.config import SchedulerConfig
-from stretto.device.base import Device, Region
+from stretto.device.base import Device
 from stretto.request import FinishReason, Request, RequestState, TokenArray
 from stretto.scheduler.batch import Adjustment, IntArray, StepOutput, StepPlan, StepResults
 from stretto.scheduler.integrity import check_integrity
@@ -21,6 +21,7 @@ from stretto.scheduler.lifecycle import Hooks, Lifecycle
 from stretto.scheduler.monitor import ScheduleMonitor
 from stretto.scheduler.pages import PageBook
 from stretto.scheduler.prefill import Chunk
+from stretto.scheduler.reports import DeviceReports
 from stretto.scheduler.results import take_in
 from stretto.scheduler.scoring import may_be_cached, scored_chunks
 from stretto.scheduler.slots import SlotTable
@@ -50,18 +51,17 @@ class Scheduler:
         `lifecycle_type` can be replaced to study what a guard is worth.
         """
         self.config = config
-        self.device = device
         self.slots = SlotTable(config)
+        self.reports = DeviceReports(device, self.slots, on_released)
         self.cache = cache
         self.pages = PageBook(
-            config, self.slots, pool, cache, on_taken=self._pages_taken, on_evicted=self._pages_evicted
+            config, self.slots, pool, cache, on_taken=self.reports.pages_taken, on_evicted=self._pages_evicted
         )
         self.monitor = ScheduleMonitor(self) if checked else None
-        hooks = Hooks(acquired=self._slot_taken, released=self._released)
+        hooks = Hooks(acquired=self.reports.slot_taken, released=self.reports.released)
         self.lifecycle = lifecycle_type(self.slots, self.pages, cache, hooks, self.monitor)
         self.num_prefill_tokens = 0
         self._wants_host_pages = wants_host_pages
-        self._on_released = on_released
         self._num_steps = 0
         self._admitted: list[Request] = []
         self._adjusted: list[Adjustment] = []
@@ -271,10 +271,7 @@ class Scheduler:
         """Take in the results of the oldest launched step. hot path"""
         uids, tokens = take_in(plan, results, self.slots, self.lifecycle)
         output = StepOutput(plan.index, uids, tokens, self.lifecycle.take_ended())
-        if self.device.checking:
-            sampled = plan.slots_B[plan.sampled_S]
-            held = self.slots.held(sampled)
-            self.device.host_access(writes=self._history_regions(sampled[held], plan.position_S[held]))
+        self.reports.results_taken_in(plan)
         if self.monitor is not None:
             self.monitor.processed(plan, results, output)
             self.check()
@@ -291,38 +288,8 @@ class Scheduler:
         """Walk everything; raises IntegrityError with a readable report at the first thing that does not add up."""
         check_integrity(self)
 
-    # -- what a checking device is told -----------------------------------------------------------------------------
-
-    def _pages_taken(self, pages: list[int]) -> None:
-        if self.device.checking:
-            self.device.taken([("page", page) for page in pages])
-
     def _pages_evicted(self, pages: list[int]) -> None:
         """The prefix cache gave up pages that nobody else holds."""
         if self.monitor is not None:
             self.monitor.evicted(pages)
-        self._released(0, pages)
-
-    def _released(self, slot: int, pages: list[int]) -> None:
-        regions = [] if slot == 0 else self._slot_regions(slot)
-        self.device.released([*regions, *(("page", page) for page in pages)])
-        if self._on_released is not None:
-            self._on_released(slot, pages)
-
-    def _slot_taken(self, request: Request) -> None:
-        if self.device.checking:
-            self.device.taken(self._slot_regions(request.slot))
-            known = np.arange(len(request.token_ids))
-            self.device.host_access(writes=self._history_regions(np.full_like(known, request.slot), known))
-
-    def _slot_regions(self, slot: int) -> list[Region]:
-        """The shared memory that goes with a slot: its row of the tables, and on a checking device each token of it."""
-        if not self.device.checking:
-            return []
-        width = self.slots.tokens.shape[1]
-        cells = range(slot * width, (slot + 1) * width)
-        return [("row", slot), *(("token", i) for i in cells), *(("history", i) for i in cells)]
-
-    def _history_regions(self, slots: IntArray, positions: IntArray) -> list[Region]:
-        """Tokens as the host knows them; what works on them must not run ahead of the results."""
-        return [("history", i) for i in (slots * self.slots.tokens.shape[1] + positions).tolist()]
+        self.reports.released(0, pages)
