@@ -100,9 +100,10 @@ class PagePool:
         """Holders of `page`."""
         return int(self._references[page])
 
-    def num_sole(self, pages: Pages) -> int:
-        """How many of `pages` have one holder."""
-        return int((self._references[np.array(pages, np.intp)] == 1).sum())
+    def num_freed_by(self, pages: Pages) -> int:
+        """How many pages `give_back(pages)` would free: those that are named as often as they are held."""
+        index, times = np.unique(np.array(pages, np.intp), return_counts=True)
+        return int((self._references[index] == times).sum())
 
     def check(self) -> None:
         """Raise RuntimeError unless every page is either free or held, and free pages are where `take` looks."""

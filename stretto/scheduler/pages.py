@@ -5,7 +5,6 @@ Gives pages out and takes them back through the pool and the prefix cache; decid
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -89,8 +88,7 @@ class PageBook:
 
     def num_coming(self, leaving: Sequence[Request]) -> int:
         """Pages that become available once these requests are released: free, or held by the cache alone."""
-        holders = Counter(page for request in leaving for page in request.pages)
-        freed = sum(self.pool.references(page) == count for page, count in holders.items())
+        freed = self.pool.num_freed_by([page for request in leaving for page in request.pages])
         return freed + self._cache.num_unlocked_by([r.prefix for r in leaving if r.prefix is not None])
 
     def can_admit(self, request: Request, prefix: Prefix, prefilling: Sequence[Request], num_running: int) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from stretto.models.gguf import GGUFFile, config_from_gguf, iter_weights
+from stretto.models.gguf import GGUFFile, config_from_gguf
 from stretto.models.resolve import ResolvedModel
+from tests.helpers.gguf_weights import iter_weights
 
 
 def as_resolved(path: Path) -> ResolvedModel:
