@@ -1,4 +1,4 @@
-"""Host cost of an unchanged decode step (schedule + launch's packing + process) with a model that does nothing.
+"""Host cost of an unchanged decode step (turn + schedule + launch's packing + process) with a model that does nothing.
 
 Run: python benchmarks/host_cost.py [--json FILE]. One core; prints microseconds per step from 1 to 1,024 requests.
 """
@@ -22,13 +22,14 @@ from stretto.engine.staging import PlanLayout, pack
 from stretto.request import Request, SamplingParams
 from stretto.scheduler.batch import StepResults
 from stretto.scheduler.scheduler import Scheduler
+from stretto.scheduler.turns import LocalTurns, Message
 
 STEPS = 400
 BATCHES = (1, 4, 16, 64, 256, 1024)
 
 
 def measure(num_requests: int, page_size: int = 16) -> dict[str, float]:
-    """Median microseconds of schedule, pack and process over steps in which no request comes or goes."""
+    """Median microseconds of turn, schedule, pack and process over steps in which no request comes or goes."""
     prompt_len = 8
     length = prompt_len + STEPS + 64
     config = SchedulerConfig(
@@ -49,10 +50,13 @@ def measure(num_requests: int, page_size: int = 16) -> dict[str, float]:
         scheduler.add(Request(uid, prompt, params, seed=uid, final_len=length, stop_ids=(2,)))
     words = np.empty(PlanLayout.capacity(config), np.int32)
     tokens = np.full(num_requests, 7, np.int64)
-    times: dict[str, list[float]] = {"schedule": [], "pack": [], "process": [], "total": []}
+    times: dict[str, list[float]] = {"turn": [], "schedule": [], "pack": [], "process": [], "total": []}
     in_flight = [_scheduled(scheduler)]
+    turns, launched = LocalTurns(_Nobody(), device.now), [_Done()]
     for step in range(STEPS):
         begin = time.perf_counter()
+        turns.next(launched, block=False)
+        taken = time.perf_counter()
         plan = _scheduled(scheduler)
         scheduled = time.perf_counter()
         pack(plan, PlanLayout.of(plan, config.max_stop_ids), words)
@@ -62,7 +66,8 @@ def measure(num_requests: int, page_size: int = 16) -> dict[str, float]:
         done = time.perf_counter()
         in_flight.append(plan)
         if step >= 16:
-            times["schedule"].append(scheduled - begin)
+            times["turn"].append(taken - begin)
+            times["schedule"].append(scheduled - taken)
             times["pack"].append(packed - scheduled)
             times["process"].append(done - packed)
             times["total"].append(done - begin)
@@ -70,6 +75,20 @@ def measure(num_requests: int, page_size: int = 16) -> dict[str, float]:
     return {name: statistics.median(values) * 1e6 for name, values in times.items()} | {
         "total_mean": statistics.fmean(times["total"]) * 1e6
     }
+
+
+class _Nobody:
+    """An inbox that stays empty."""
+
+    def receive(self, block: bool) -> list[Message]:
+        return []
+
+
+class _Done:
+    """A step whose results are there."""
+
+    def is_done(self) -> bool:
+        return True
 
 
 def _scheduled(scheduler: Scheduler):  # type: ignore[no-untyped-def]
@@ -83,11 +102,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
     rows = {}
-    print(f"{'requests':>8} {'schedule':>9} {'pack':>6} {'process':>8} {'median us':>10} {'mean us':>8}")
+    print(f"{'requests':>8} {'turn':>6} {'schedule':>9} {'pack':>6} {'process':>8} {'median us':>10} {'mean us':>8}")
     for batch in BATCHES:
         row = rows[batch] = measure(batch)
         print(
-            f"{batch:8d} {row['schedule']:9.1f} {row['pack']:6.1f} {row['process']:8.1f} {row['total']:10.1f} "
+            f"{batch:8d} {row['turn']:6.1f} {row['schedule']:9.1f} {row['pack']:6.1f} {row['process']:8.1f} {row['total']:10.1f} "
             f"{row['total_mean']:8.1f}"
         )
     if arguments.json:

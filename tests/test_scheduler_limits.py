@@ -55,6 +55,17 @@ def test_a_timeout_ends_a_request_wherever_it_is(depth: int) -> None:
             assert len(stream.tokens) == 4
 
 
+@pytest.mark.parametrize("count", [2**31, 2**40, 10**30])
+@pytest.mark.parametrize("name", ["min_tokens", "max_tokens", "top_k"])
+def test_a_count_beyond_every_context_is_as_good_as_the_largest(name: str, count: int) -> None:
+    """Known: a large `min_tokens` ended the engine, and with it everybody's requests."""
+    limits: dict[str, int | None] = {"max_tokens": None, name: count}
+    simulation = Simulation(small_config())
+    stream = simulation.add([1, 2], SamplingParams(**limits), seed=5)  # type: ignore[arg-type]
+    simulation.run()
+    assert len(stream.tokens) == simulation.config.max_model_len - 2 or name != "min_tokens"
+
+
 def test_what_can_never_fit_is_refused_at_entry() -> None:
     simulation = Simulation(small_config(max_model_len=24))
     with pytest.raises(InvalidRequest, match="24 tokens; at most 23 fit into the context length of 24"):

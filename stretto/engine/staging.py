@@ -153,7 +153,7 @@ def _pack_admissions(plan: StepPlan, layout: PlanLayout) -> npt.NDArray[np.int32
                 min(max(params.top_k, 0), 2**31 - 1),
                 seed & 0xFFFFFFFF,
                 seed >> 32,
-                len(request.prompt_ids) + params.min_tokens if params.min_tokens else 0,
+                min(len(request.prompt_ids) + params.min_tokens, 2**31 - 1) if params.min_tokens else 0,
             ],
             np.uint32,
         ).view(np.int32)
