@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import threading
+import time
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,8 @@ from stretto.errors import EngineBroken, NotSupported
 DEFAULT_TIMEOUT_S = 60.0
 _TICK = datetime.timedelta(milliseconds=50)
 """How often a waiting collective looks whether it was aborted. One that ends sooner never looks."""
+_SETTLE_S = 1.0
+"""How long `close` waits for calls that were broken off: they end as soon as the other ranks' processes have ended."""
 
 
 class TensorGroup(Protocol):
@@ -131,6 +134,8 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self._aborted = threading.Event()
+        self._left: list[Any] = []
+        """Calls that were broken off and may still wait inside the library."""
         self._group: Any = gloo(store, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -151,9 +156,14 @@ class GlooGroup:
 
     def close(self) -> None:
         """See `TensorGroup`."""
-        if self._group is not None and self._aborted.is_set():
-            # Ending a group waits for its collectives, up to the timeout; an aborted one is left to the process's end.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        until = time.monotonic() + _SETTLE_S
+        while any(not work.is_completed() for work in self._left) and time.monotonic() < until:
+            time.sleep(_TICK.total_seconds())
+        if any(not work.is_completed() for work in self._left):
+            # Ending a group waits for its calls, up to the timeout: this one is left to the process's end.
+            for kept in (self._group, *self._left):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        self._left.clear()
         self._group = None
 
     def _open(self) -> Any:
@@ -173,7 +183,7 @@ class GlooGroup:
             return True
         except RuntimeError as error:
             if self._aborted.is_set():
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))  # see `close`
+                self._left.append(work)
                 raise EngineBroken(f"rank {self.rank} of {self.size}: an {what} was broken off") from error
         if not work.is_completed():
             return False
@@ -210,14 +220,14 @@ class NcclGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TensorGroup`. hot path"""
-        self._open().allreduce([x], self._reduce).wait()
+        self._enqueued(self._open().allreduce([x], self._reduce))
         return x
 
     def all_gather(self, x_XL: Tensor, total: int) -> Tensor:
         """See `TensorGroup`. hot path"""
         part_XL = x_XL.contiguous()
         parts_RXL = part_XL.new_empty((self.size, *part_XL.shape))
-        self._open()._allgather_base(parts_RXL, part_XL, self._gather).wait()
+        self._enqueued(self._open()._allgather_base(parts_RXL, part_XL, self._gather))
         return _side_by_side(list(parts_RXL), total)
 
     def abort(self) -> None:
@@ -236,6 +246,12 @@ class NcclGroup:
         if self._group is None or self._aborted.is_set():
             raise EngineBroken(f"rank {self.rank} of {self.size}: the tensor group is closed")
         return self._group
+
+    @staticmethod
+    def _enqueued(work: Any) -> None:
+        """Let the current stream wait for a call that was put on another one; NCCL gives nothing where it was not."""
+        if work is not None:
+            work.wait()
 
 
 def _side_by_side(parts: list[Tensor], total: int) -> Tensor:
