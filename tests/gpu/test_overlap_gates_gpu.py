@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,16 +98,20 @@ def test_allow_lets_through(x: torch.Tensor) -> None:
     assert sum(guard.allowed.values()) == 2
 
 
+def _params(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 64, "ignore_eos": True, "detokenize": False, **options})
+
+
 MIXES = {
-    "greedy": SamplingParams(temperature=0, max_tokens=64, ignore_eos=True),
-    "plain": SamplingParams(temperature=0.8, max_tokens=64, ignore_eos=True),
-    "top-k": SamplingParams(top_k=5, max_tokens=64, ignore_eos=True),
-    "top-p": SamplingParams(top_p=0.8, max_tokens=64, ignore_eos=True),
-    "min-p": SamplingParams(min_p=0.1, max_tokens=64, ignore_eos=True),
-    "min tokens": SamplingParams(min_tokens=5, stop_token_ids=[3, 4], max_tokens=64),
-    "log-probabilities": SamplingParams(logprobs=3, max_tokens=64, ignore_eos=True),
-    "penalties": SamplingParams(presence_penalty=1.0, repetition_penalty=1.2, max_tokens=64, ignore_eos=True),
-    "logit bias": SamplingParams(logit_bias={3: 5.0}, max_tokens=64, ignore_eos=True),
+    "greedy": _params(temperature=0),
+    "plain": _params(temperature=0.8),
+    "top-k": _params(top_k=5),
+    "top-p": _params(top_p=0.8),
+    "min-p": _params(min_p=0.1),
+    "min tokens": _params(min_tokens=5, stop_token_ids=[3, 4], ignore_eos=False),
+    "log-probabilities": _params(logprobs=3),
+    "penalties": _params(presence_penalty=1.0, repetition_penalty=1.2),
+    "logit bias": _params(logit_bias={3: 5.0}),
 }
 
 
@@ -196,3 +201,4 @@ def test_an_injected_sync_is_found_by_the_guard_and_in_the_trace(
     found = [one for one in analyze(tmp_path / "trace.json").devices[0].findings if one.is_hidden_sync]
     assert [(one.kind, one.severity) for one in found] == [(kind, severity)]
     assert "inject.py" in found[0].location
+    assert found[0].exact_line
