@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import torch
 
-from stretto.device.base import Access, Device, DeviceClosed, Event, HostBuffer, Region, Stream, T
-from stretto.device.checker import AccessChecker, PoisonRegion
+from stretto.device.base import Access, DeviceClosed, Event, Stream, T
+from stretto.device.checked import CheckedDevice
 from stretto.device.faults import Fault
 from stretto.device.happens_before import Point
-from stretto.device.hazards import HazardError
-from stretto.device.host_memory import shared_buffer
-from stretto.device.poison import poison
 from stretto.errors import StrettoError
 
 Work = Callable[..., None]
@@ -46,7 +43,7 @@ class Executed(NamedTuple):
     end: float
 
 
-class CheckingDevice(Device):
+class CheckingDevice(CheckedDevice):
     """The virtual device. Not thread-safe: one host thread.
 
     Args:
@@ -57,9 +54,6 @@ class CheckingDevice(Device):
         raising: raise HazardError at the call of the host that meets a hazard; otherwise only collect in `hazards`.
         on_executed: is told each piece of work when it has taken effect.
     """
-
-    torch_device = torch.device("cpu")
-    checking = True
 
     def __init__(
         self,
@@ -74,7 +68,7 @@ class CheckingDevice(Device):
         for name, (low, high) in (("device_delay", device_delay), ("host_delay", host_delay)):
             if not 0.0 <= low <= high:
                 raise ValueError(f"{name} is ({low}, {high}); it must be 0 <= shortest <= longest")
-        self.checker = AccessChecker(raising=raising)
+        super().__init__(raising=raising)
         self._random = random.Random(seed).random
         self._device_delay = device_delay
         self._host_delay = host_delay
@@ -88,11 +82,6 @@ class CheckingDevice(Device):
         self._fault_at = (0.0, 0)
         self._closed = False
 
-    @property
-    def hazards(self) -> list[HazardError]:
-        """Every hazard met so far."""
-        return self.checker.order.hazards
-
     def stream(self, name: str, priority: int = 0) -> VirtualStream:
         """A new stream, which shares no hardware with the others: `priority` changes nothing."""
         return VirtualStream(name, self)
@@ -105,34 +94,9 @@ class CheckingDevice(Device):
         """Virtual seconds. Raises StrettoError unless both were recorded with timing and are done."""
         return self.own(end).reached_at() - self.own(begin).reached_at()
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostBuffer:
-        """Memory full of poison."""
-        buffer = shared_buffer(shape, dtype, page_locked=False)
-        poison(buffer.array)
-        return buffer
-
     def now(self) -> float:
         """The host's virtual clock. The only call of the host that costs no time."""
         return self._now
-
-    def host_access(self, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
-        """Check the host's access. Raises HazardError."""
-        self.host_call()
-        self.checker.host_access(reads, writes)
-
-    def taken(self, regions: Iterable[Region]) -> None:
-        """Check that the regions have no owner, and give them one. Raises HazardError."""
-        self.host_call()
-        self.checker.taken(regions)
-
-    def released(self, regions: Iterable[Region]) -> None:
-        """Check I2 for the regions and poison them. Raises HazardError."""
-        self.host_call()
-        self.checker.released(regions)
-
-    def on_release(self, kind: str, poison: PoisonRegion) -> None:
-        """Call `poison(index)` whenever region (kind, index) is released."""
-        self.checker.on_release(kind, poison)
 
     def running(self) -> AbstractContextManager[None]:
         """Nothing to tune: there is one thread."""
@@ -235,14 +199,14 @@ class VirtualStream(Stream):
     def __init__(self, name: str, device: CheckingDevice) -> None:
         self.name = name
         self.device = device
-        self.actor = device.checker.order.actor(name)
+        self.actor = device.order.actor(name)
         self.ready = 0.0  # when everything that the next work has to follow is done
 
     def run(self, work: Work, *args: object, access: Callable[[], Access] | None = None) -> None:
         """Enqueue work and check its accesses. Raises HazardError, DeviceFault or DeviceClosed."""
         self.device.host_call()
         if access is not None:
-            self.device.checker.order.launch(self.actor, work, access(), sys._getframe(1))
+            self.device.order.launch(self.actor, work, access(), sys._getframe(1))
         self.ready = self.device.enqueue(self.name, work, args, self.ready)
 
     def record(self, event: Event) -> None:
@@ -257,7 +221,7 @@ class VirtualStream(Stream):
         own = self.device.own(event)
         if own.point is not None:
             self.ready = max(self.ready, own.time)
-            self.device.checker.order.wait(self.actor, own.point)
+            self.device.order.wait(self.actor, own.point)
 
     def wait_stream(self, other: Stream) -> None:
         """Let following work follow what `other` has so far."""
@@ -288,7 +252,7 @@ class VirtualEvent(Event):
         """Become the point after the last work of `stream`. For the streams only."""
         # An idle stream's event is reached when it is recorded.
         self.time = max(stream.ready, self.device.now())
-        self.point = self.device.checker.order.point(stream.actor)
+        self.point = self.device.order.point(stream.actor)
         self._sequence = self.device.next_sequence()
 
     def query(self) -> bool:
@@ -316,4 +280,4 @@ class VirtualEvent(Event):
 
     def _learn(self, point: Point) -> None:
         self.device.raise_fault_before(self.time, self._sequence)
-        self.device.checker.order.host_knows(point)
+        self.device.order.host_knows(point)

@@ -9,21 +9,17 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import torch
-
-from stretto.device.base import Access, Device, Event, HostBuffer, Region, Stream, T
-from stretto.device.checker import AccessChecker, PoisonRegion
+from stretto.device.base import Access, Event, Stream, T
+from stretto.device.checked import CheckedDevice
 from stretto.device.cpu import CpuDevice, CpuEvent, CpuStream
 from stretto.device.happens_before import Point
-from stretto.device.hazards import HazardError
-from stretto.device.poison import poison
 from stretto.errors import StrettoError
 
 
-class DelayedCpuDevice(Device):
+class DelayedCpuDevice(CheckedDevice):
     """A slow CPU device under a slow host. One host thread.
 
     Args:
@@ -34,9 +30,6 @@ class DelayedCpuDevice(Device):
         raising: raise HazardError at the call of the host that meets a hazard; otherwise only collect in `hazards`.
     """
 
-    torch_device = torch.device("cpu")
-    checking = True
-
     def __init__(
         self,
         seed: int,
@@ -46,16 +39,11 @@ class DelayedCpuDevice(Device):
         num_threads: int | None = None,
         raising: bool = True,
     ) -> None:
-        self.checker = AccessChecker(raising=raising)
+        super().__init__(raising=raising)
         self._inner = CpuDevice(num_threads)
         self._uniform = random.Random(seed).uniform
         self._device_delay = device_delay
         self._host_delay = host_delay
-
-    @property
-    def hazards(self) -> list[HazardError]:
-        """Every hazard met so far."""
-        return self.checker.order.hazards
 
     def stream(self, name: str, priority: int = 0) -> DelayedStream:
         """A new stream."""
@@ -69,34 +57,9 @@ class DelayedCpuDevice(Device):
         """Seconds. Raises StrettoError unless both were recorded with timing and are done."""
         return self._inner.seconds_between(self.own(begin).inner, self.own(end).inner)
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostBuffer:
-        """Memory full of poison."""
-        buffer = self._inner.pinned(shape, dtype)
-        poison(buffer.array)
-        return buffer
-
     def now(self) -> float:
         """Monotonic seconds."""
         return self._inner.now()
-
-    def host_access(self, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
-        """Check the host's access. Raises HazardError."""
-        self.host_call()
-        self.checker.host_access(reads, writes)
-
-    def taken(self, regions: Iterable[Region]) -> None:
-        """Check that the regions have no owner, and give them one. Raises HazardError."""
-        self.host_call()
-        self.checker.taken(regions)
-
-    def released(self, regions: Iterable[Region]) -> None:
-        """Check I2 for the regions and poison them. Raises HazardError."""
-        self.host_call()
-        self.checker.released(regions)
-
-    def on_release(self, kind: str, poison: PoisonRegion) -> None:
-        """Call `poison(index)` on the host whenever region (kind, index) is released."""
-        self.checker.on_release(kind, poison)
 
     def running(self) -> AbstractContextManager[None]:
         """As `CpuDevice.running`."""
@@ -134,7 +97,7 @@ class DelayedStream(Stream):
         self.name = inner.name
         self.device = device
         self.inner = inner
-        self._order = device.checker.order
+        self._order = device.order
         self._actor = self._order.actor(inner.name)
 
     def run(self, work: Callable[..., None], *args: object, access: Callable[[], Access] | None = None) -> None:
@@ -189,7 +152,7 @@ class DelayedEvent(Event):
         self.device.host_call()
         done = self.inner.query()
         if done and self.point is not None:
-            self.device.checker.order.host_knows(self.point)
+            self.device.order.host_knows(self.point)
         return done
 
     def synchronize(self) -> None:
@@ -197,4 +160,4 @@ class DelayedEvent(Event):
         self.device.host_call()
         self.inner.synchronize()
         if self.point is not None:
-            self.device.checker.order.host_knows(self.point)
+            self.device.order.host_knows(self.point)
