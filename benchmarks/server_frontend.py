@@ -186,7 +186,7 @@ async def _layer_costs(streams: int, steps: int = 40) -> dict[str, float]:
         spent = {"take a step": 0.0, "make events": 0.0}
         for step in range(steps):
             tokens = ((ids * 31 + step * 7) % 3000 + 300).astype(np.int32)
-            data = encode(Step(ids.tobytes(), tokens.tobytes(), [], []))
+            data = encode(Step(ids.tobytes(), tokens.tobytes(), [], [], []))
             begin = time.process_time()
             message = decode_from_engine(data)
             assert isinstance(message, Step)

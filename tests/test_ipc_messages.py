@@ -14,6 +14,7 @@ from stretto.errors import InvalidRequest
 from stretto.ipc import messages as m
 from stretto.ipc.control import ControlLine, Drain, EngineInfo, Progress
 from stretto.ipc.sockets import identity, make_private_directory, worker_of
+from stretto.prompt_logprobs import ScoredTokens
 from stretto.request import SamplingParams
 
 TOKEN_IDS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
@@ -30,12 +31,38 @@ def test_a_submission_arrives_as_it_was_sent(prompts: list[list[int]], first_id:
 
 def test_sampling_keeps_what_the_engine_needs() -> None:
     params = SamplingParams(
-        temperature=0.3, top_p=0.9, top_k=7, min_p=0.1, seed=2**63 - 1, max_tokens=None, min_tokens=3, ignore_eos=True
-    )
+        temperature=0.3, top_p=0.9, top_k=7, min_p=0.1, seed=2**63 - 1, max_tokens=None, min_tokens=3, ignore_eos=True, prompt_logprobs=2,
+    )  # fmt: skip
     kept = m.Sampling.of(params).params()
-    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"):
+    for name in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "ignore_eos",
+        "prompt_logprobs",
+    ):
         assert getattr(kept, name) == getattr(params, name)
     assert kept.detokenize is False
+
+
+@pytest.mark.parametrize("num_tops", [0, 3])
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_the_log_probabilities_of_a_prompt_arrive_as_they_were_sent(count: int, num_tops: int) -> None:
+    numbers = np.random.default_rng(count).standard_normal((count, num_tops + 1)).astype(np.float32)
+    ids = (numbers * 1000).astype(np.int32)
+    scored = ScoredTokens(numbers[:, 0].copy(), ids[:, 0].copy(), ids[:, 1:].copy(), numbers[:, 1:].copy())
+    step = m.decode_from_engine(m.encode(m.Step(b"", b"", [], [], [m.Begun(5, 16, m.Scored.of(scored))])))
+    assert isinstance(step, m.Step)
+    (begun,) = step.begun
+    assert (begun.id, begun.num_cached) == (5, 16)
+    assert begun.scored is not None
+    arrived = begun.scored.tokens(num_tops)
+    for name in ScoredTokens.__slots__:
+        assert np.array_equal(getattr(arrived, name), getattr(scored, name))
 
 
 def test_sampling_that_is_none_is_refused_on_arrival() -> None:
@@ -48,9 +75,9 @@ def test_sampling_that_is_none_is_refused_on_arrival() -> None:
 def test_a_step_carries_all_tokens_in_order(tokens: list[tuple[int, int]]) -> None:
     ids = np.array([i for i, _ in tokens], np.int64)
     values = np.array([t for _, t in tokens], np.int32)
-    ends = [m.Ended(5, "stop", 2, 16)]
+    ends = [m.Ended(5, "stop", 2)]
     rows = [m.Logprobs(5, [-0.5], [1], [[1, 2]], [[-0.5, -3.0]])]
-    step = m.decode_from_engine(m.encode(m.Step(ids.tobytes(), values.tobytes(), ends, rows)))
+    step = m.decode_from_engine(m.encode(m.Step(ids.tobytes(), values.tobytes(), ends, rows, [m.Begun(5, 16, None)])))
     assert isinstance(step, m.Step)
     assert np.frombuffer(step.ids, np.int64).tolist() == ids.tolist()
     assert np.frombuffer(step.tokens, np.int32).tolist() == values.tolist()

@@ -121,14 +121,11 @@ def test_bad_values_of_shared_fields_are_refused_by_name(
         ("/v1/responses", "input", []),
         ("/v1/responses", "input", [{"type": "function_call", "role": "user", "content": "x"}]),
         ("/v1/responses", "max_output_tokens", 0),
+        ("/v1/responses", "include", ["message.output_text.logprobs", "file_search_call.results"]),
     ],
 )
 def test_bad_values_are_refused(server: ServerProcess, path: str, field: str, value: Any) -> None:
     refusal(server, path, **{field: value})
-
-
-def test_echo_with_logprobs_is_refused(server: ServerProcess) -> None:
-    assert refusal(server, "/v1/completions", echo=True, logprobs=1)["param"] == "echo"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from stretto.errors import InvalidRequest, StrettoError
 from stretto.ipc.messages import (
     WORKER_BITS,
     Accepted,
+    Begun,
     End,
     Look,
     Ping,
@@ -129,6 +130,13 @@ class _Live:
         self.sample = sample
         self.answer = answer
 
+    def begin(self, begun: Begun) -> None:
+        """Take in what the engine says of the prompt."""
+        request = self.sample.request
+        request.num_cached = begun.num_cached
+        if begun.scored is not None and request.prompt_logprobs is not None:
+            request.prompt_logprobs.append(0, begun.scored.tokens(request.prompt_logprobs.num_tops))
+
 
 class EngineClient:
     """Speaks with one engine."""
@@ -208,12 +216,13 @@ class EngineClient:
         first_id = self._next_id
         self._next_id += len(prompts) * params.n
         samples: list[Sample] = []
+        others = params if params.prompt_logprobs is None else params.of_sample(1)
         for prompt in prompts:
             for index in range(params.n):
                 request = Request(
                     uid=first_id + len(samples),
                     prompt_ids=np.asarray(prompt.token_ids, np.int32),
-                    params=params,
+                    params=others if index else params,
                     seed=0,
                     final_len=0,
                     stop_ids=(),
@@ -298,6 +307,10 @@ class EngineClient:
             live = live_of.get(rows.id)
             if live is not None and live.sample.request.logprobs is not None:
                 live.sample.request.logprobs += rows.rows()
+        for begun in step.begun:
+            live = live_of.get(begun.id)
+            if live is not None:
+                live.begin(begun)
         stopping = {end.id for end in step.ended if end.reason == "stop" and end.stop_token is not None}
         woken: set[Answer] = set()
         for sample_id, token in zip(ids, tokens, strict=True):
@@ -314,8 +327,7 @@ class EngineClient:
             self._leaving.discard(end.id)
             live = live_of.get(end.id)
             if live is not None:
-                request = live.sample.request
-                request.stop_token, request.num_cached = end.stop_token, end.num_cached
+                live.sample.request.stop_token = end.stop_token
                 self._finish(end.id, live, FinishReason(end.reason))
                 woken.add(live.answer)
         now = time.monotonic()

@@ -20,6 +20,7 @@ from stretto.ipc.control import ControlLine, Stop, WorkerGone
 from stretto.ipc.messages import (
     WORKER_BITS,
     Accepted,
+    Begun,
     End,
     FromEngine,
     Logprobs,
@@ -30,12 +31,13 @@ from stretto.ipc.messages import (
     Seen,
     Step,
     Submit,
+    begun,
     decode_to_engine,
     encode,
     ended,
     unpack_tokens,
 )
-from stretto.ipc.sockets import identity, worker_of
+from stretto.ipc.sockets import LARGEST_MESSAGE, identity, worker_of
 from stretto.observe.step_times import COLUMNS, Floats
 from stretto.request import FinishReason, Request, SamplingParams, TokenArray
 from stretto.scheduler.batch import StepOutput
@@ -76,6 +78,17 @@ class EngineLike(Protocol):
         """The scope of steps in a row."""
 
 
+def _check_answer_size(num_tokens: int, params: SamplingParams) -> None:
+    """Refuse what would not fit into a message. Only far above the default of `max_logprobs`."""
+    if params.prompt_logprobs is None:
+        return
+    most = LARGEST_MESSAGE // 4 // (8 * max(1, num_tokens)) - 1
+    if params.prompt_logprobs > most:
+        raise InvalidRequest(
+            f"prompt_logprobs is {params.prompt_logprobs}; allowed for a prompt of {num_tokens} tokens: up to {most}"
+        )
+
+
 def nothing_recent(after: int) -> tuple[float, Floats]:
     """For engines that keep no times of their steps."""
     return 0.0, np.empty((0, len(COLUMNS)))
@@ -110,6 +123,8 @@ class EngineService:
         self._requests: dict[int, Request] = {}
         """Samples that have not ended, by id."""
         self._id_of_uid: dict[int, int] = {}
+        self._unbegun: set[int] = set()
+        """Samples without a token so far."""
         self._told_logprobs: dict[int, int] = {}
         """For samples that want log-probabilities, by id: how many their front end has."""
         self._poller = zmq.Poller()
@@ -181,15 +196,18 @@ class EngineService:
         try:
             params = message.sampling.params()
             prompts = [self._engine.check(unpack_tokens(prompt), params) for prompt in message.prompts]
+            _check_answer_size(max(map(len, prompts), default=0), params)
         except (InvalidRequest, NotSupported) as error:
             return Refused(message.first_id, False, str(error))
         sample_id = message.first_id
+        others = params if params.prompt_logprobs is None else params.of_sample(1)
         for prompt in prompts:
             for index in range(message.n):
                 seed = None if params.seed is None else self._derive_seed(params.seed, index)
-                request = self._engine.add(prompt, params, seed=seed, priority=message.priority)
+                request = self._engine.add(prompt, others if index else params, seed=seed, priority=message.priority)
                 self._requests[sample_id] = request
                 self._id_of_uid[request.uid] = sample_id
+                self._unbegun.add(sample_id)
                 if params.logprobs is not None:
                     self._told_logprobs[sample_id] = 0
                 sample_id += 1
@@ -215,10 +233,12 @@ class EngineService:
         ids = np.fromiter(map(id_of_uid.__getitem__, output.uids.tolist()), np.int64, len(output.uids))
         owners = ids >> WORKER_BITS
         logprobs = self._new_logprobs(ids.tolist()) if self._told_logprobs else []
+        beginnings = self._beginnings(ids.tolist()) if self._unbegun else []
         ends = [ended(request, id_of_uid[request.uid]) for request in output.finished]
         for request, end in zip(output.finished, ends, strict=True):
             del id_of_uid[request.uid], self._requests[end.id]
             self._told_logprobs.pop(end.id, None)
+            self._unbegun.discard(end.id)
         for worker in {*owners.tolist(), *(end.id >> WORKER_BITS for end in ends)}:
             mine = owners == worker
             step = Step(
@@ -226,8 +246,14 @@ class EngineService:
                 output.tokens[mine].tobytes(),
                 [end for end in ends if end.id >> WORKER_BITS == worker],
                 [rows for rows in logprobs if rows.id >> WORKER_BITS == worker],
+                [beginning for beginning in beginnings if beginning.id >> WORKER_BITS == worker],
             )
             self._send(worker, step)
+
+    def _beginnings(self, ids: list[int]) -> list[Begun]:
+        first = self._unbegun.intersection(ids)
+        self._unbegun -= first
+        return [begun(self._requests[sample_id], sample_id) for sample_id in sorted(first)]
 
     def _new_logprobs(self, ids: list[int]) -> list[Logprobs]:
         told = self._told_logprobs

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from stretto.prompt_logprobs import ScoredTokens
 from stretto.request import Request, SamplingParams, TokenArray, TokenLogprobs
 
 WORKER_BITS = 40
@@ -30,6 +31,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     stop_token_ids: list[int]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
@@ -49,6 +51,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             stop_token_ids=list(params.stop_token_ids or ()),
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
@@ -68,6 +71,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             stop_token_ids=self.stop_token_ids or None,
             ignore_eos=self.ignore_eos,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
@@ -136,7 +140,45 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     id: int
     reason: str
     stop_token: int | None
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of a prompt's tokens from the second on, as packed arrays; see `ScoredTokens`."""
+
+    logprobs: bytes
+    """float32 [Q]."""
+    ranks: bytes
+    """int32 [Q]."""
+    top_ids: bytes
+    """int32 [Q, L]."""
+    top_logprobs: bytes
+    """float32 [Q, L]."""
+
+    @classmethod
+    def of(cls, scored: ScoredTokens) -> Scored:
+        """Packed."""
+        arrays = (scored.logprob_Q, scored.rank_Q, scored.top_ids_QL, scored.top_logprobs_QL)
+        return cls(*(array.tobytes() for array in arrays))
+
+    def tokens(self, num_tops: int) -> ScoredTokens:
+        """Views, with `num_tops` (L) likeliest tokens each."""
+        logprob_Q = np.frombuffer(self.logprobs, np.float32)
+        shape = (len(logprob_Q), num_tops)
+        return ScoredTokens(
+            logprob_Q,
+            np.frombuffer(self.ranks, np.int32),
+            np.frombuffer(self.top_ids, np.int32).reshape(shape),
+            np.frombuffer(self.top_logprobs, np.float32).reshape(shape),
+        )
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True):
+    """A sample's first token is in this message; so all is known that concerns its prompt."""
+
+    id: int
     num_cached: int
+    scored: Scored | None
+    """If it was asked for."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +206,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """int32: the new token of each."""
     ended: list[Ended]
     logprobs: list[Logprobs]
+    begun: list[Begun]
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
@@ -220,4 +263,10 @@ def unpack_tokens(data: bytes) -> TokenArray:
 def ended(request: Request, sample_id: int) -> Ended:
     """The end of a request, for its front end."""
     reason = "abort" if request.finish_reason is None else request.finish_reason.value
-    return Ended(sample_id, reason, request.stop_token, request.num_cached)
+    return Ended(sample_id, reason, request.stop_token)
+
+
+def begun(request: Request, sample_id: int) -> Begun:
+    """The beginning of a request's output, for its front end."""
+    known = request.prompt_logprobs
+    return Begun(sample_id, request.num_cached, None if known is None else Scored.of(known.known()))

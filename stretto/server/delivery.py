@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -56,20 +57,39 @@ async def left(receive: Receive) -> None:
 
 async def whole(frontend: Frontend, opened: OpenRequest, request: Request) -> None:
     """Wait for the complete answer. Raises ClientLeft or ApiError; then the engine's work for it ends."""
-    ended = asyncio.ensure_future(opened.answer.end())
-    gone = asyncio.ensure_future(left(request.receive))
     try:
-        await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            raise ClientLeft
-        ended.result()
+        await _unless_left(opened.answer.end(), request)
         error = answer_error(opened.answer)
         if error is not None:
             raise error
     finally:
-        ended.cancel()
-        gone.cancel()
         frontend.close(opened)
+
+
+async def ready(opened: OpenRequest, request: Request, is_ready: Callable[[], bool]) -> None:
+    """Wait until `is_ready`, or until nothing more will come. Raises ClientLeft. The answer can be streamed after."""
+    answer = opened.answer
+
+    async def wait() -> None:
+        while not is_ready() and not answer.finished:
+            await answer.news()
+        answer.wake()  # the stream shall not wait for the news that this has taken
+
+    await _unless_left(wait(), request)
+
+
+async def _unless_left(work: Coroutine[Any, Any, None], request: Request) -> None:
+    """Do `work`, but raise ClientLeft as soon as the client hangs up."""
+    done = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(left(request.receive))
+    try:
+        await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise ClientLeft
+        done.result()
+    finally:
+        done.cancel()
+        gone.cancel()
 
 
 class EventStream(Response):

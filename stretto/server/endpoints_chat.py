@@ -14,9 +14,10 @@ from stretto.server.bodies import note, read_body
 from stretto.server.delivery import DONE, EventStream, whole
 from stretto.server.errors import ApiError, json_response
 from stretto.server.frontend import Frontend, OpenRequest
-from stretto.server.logprobs import chat_logprobs
+from stretto.server.logprobs import chat_logprobs, num_scores, prompt_scores
 from stretto.server.protocol import chat as p
 from stretto.server.protocol.fields import StreamOptions, read
+from stretto.server.protocol.prompt_scores import MaybeScores
 from stretto.server.protocol.usage import Usage
 
 _encode = msgspec.json.Encoder().encode
@@ -39,16 +40,22 @@ class ChatEndpoint:
         frontend.check_ready()
         body = read(await read_body(request, frontend.config), p.ChatRequest, p.NOT_BUILT)
         model = frontend.check_model(body.model)
-        params = body.sampling(n=body.n or 1, max_tokens=body.token_limit, logprobs=body.num_logprobs)
+        params = body.sampling(
+            n=body.n or 1,
+            max_tokens=body.token_limit,
+            logprobs=body.num_logprobs,
+            prompt_logprobs=body.num_prompt_tops,
+        )
         messages = [message.for_template() for message in body.messages]
         prompt = await frontend.encode_chat(messages, p.template_options(body))
+        size = num_scores([prompt], params)
         opened = await frontend.submit([prompt], params, body.priority)
         note(request, opened.answer, body.user)
         reply = ChatReply(frontend, opened, model, body.top_logprobs or 0)
         if body.stream:
             return EventStream(frontend, opened, ChatEvents(reply, body.stream_options))
         await whole(frontend, opened, request)
-        return json_response(reply.completion())
+        return await frontend.beside(size, lambda: json_response(reply.completion()))
 
 
 class ChatReply:
@@ -76,7 +83,12 @@ class ChatReply:
                     stop_reason=output.stop_reason,
                 )
             )
-        return p.ChatCompletion(self.id, self.created, self.model, choices, Usage.of(self.answer))
+        first = self.answer.samples[0]
+        scores: MaybeScores = msgspec.UNSET
+        if first.request.prompt_logprobs is not None:
+            scores = prompt_scores(first.prompt_logprobs())
+        usage = Usage.of(self.answer)
+        return p.ChatCompletion(self.id, self.created, self.model, choices, usage, prompt_logprobs=scores)
 
 
 class ChatEvents:

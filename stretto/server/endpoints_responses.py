@@ -11,12 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stretto.ipc.client import Answer
+from stretto.request import CompletionOutput
 from stretto.server.bodies import note, read_body
 from stretto.server.delivery import EventStream, whole
 from stretto.server.errors import ApiError, json_response
 from stretto.server.frontend import Frontend
+from stretto.server.logprobs import chat_logprobs, event_logprobs
 from stretto.server.protocol import responses as p
+from stretto.server.protocol.chat import TokenLogprob
 from stretto.server.protocol.fields import read, template_variables
+from stretto.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
 
@@ -33,11 +37,11 @@ class ResponsesEndpoint:
         frontend.check_ready()
         body = read(await read_body(request, frontend.config), p.ResponsesRequest, p.NOT_BUILT)
         model = frontend.check_model(body.model)
-        params = body.sampling(n=1, max_tokens=body.max_output_tokens, logprobs=None)
+        params = body.sampling(n=1, max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
         prompt = await frontend.encode_chat(body.messages(), template_variables(body.chat_template_kwargs))
         opened = await frontend.submit([prompt], params, body.priority)
         note(request, opened.answer, body.user)
-        reply = Reply(opened.answer, model, body)
+        reply = Reply(opened.answer, model, body, frontend.tokenizer)
         if body.stream:
             return EventStream(frontend, opened, ResponseEvents(reply))
         await whole(frontend, opened, request)
@@ -47,7 +51,7 @@ class ResponsesEndpoint:
 class Reply:
     """The answer in its states."""
 
-    def __init__(self, answer: Answer, model: str, body: p.ResponsesRequest) -> None:
+    def __init__(self, answer: Answer, model: str, body: p.ResponsesRequest, tokenizer: Tokenizer) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self.item_id = f"msg_{uuid.uuid4().hex}"
         self.sample = answer.samples[0]
@@ -55,6 +59,7 @@ class Reply:
         self._answer = answer
         self._model = model
         self._body = body
+        self._tokenizer = tokenizer
 
     def started(self) -> p.ResponseObject:
         """Before the first token."""
@@ -74,7 +79,12 @@ class Reply:
         """The one item of the output, complete."""
         output = self.sample.output()
         status = "completed" if output.finish_reason == "stop" else "incomplete"
-        return p.OutputMessage(self.item_id, status, [p.OutputText(output.text)])
+        return p.OutputMessage(self.item_id, status, [p.OutputText(output.text, logprobs=self.logprobs(output))])
+
+    def logprobs(self, output: CompletionOutput) -> list[TokenLogprob]:
+        """Of the tokens of `output`; nothing unless they are asked for."""
+        found = chat_logprobs(output, self._body.top_logprobs or 0, self._tokenizer)
+        return [] if found is None else found.content
 
     def _state(
         self,
@@ -101,6 +111,7 @@ class Reply:
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             user=body.user,
+            top_logprobs=body.top_logprobs or 0,
         )
 
 
@@ -123,10 +134,15 @@ class ResponseEvents:
         )
 
     def new(self) -> bytes:  # hot path
-        """New text."""
+        """New text; also a delta without text where a token is only a part of a character, if tokens are told."""
         sample = self._reply.sample
-        text = sample.take_delta().text if sample.has_news else ""
-        return self._part_event("response.output_text.delta", delta=text, logprobs=[]) if text else b""
+        if not sample.has_news:
+            return b""
+        output = sample.take_delta()
+        if not output.text and not output.logprobs:
+            return b""
+        logprobs = event_logprobs(self._reply.logprobs(output))
+        return self._part_event("response.output_text.delta", delta=output.text, logprobs=logprobs)
 
     def end(self) -> bytes:
         """Everything once more, complete."""
@@ -135,7 +151,7 @@ class ResponseEvents:
         part = item.content[0]
         kind = "response.completed" if item.status == "completed" else "response.incomplete"
         return (
-            self._part_event("response.output_text.done", text=part.text, logprobs=[])
+            self._part_event("response.output_text.done", text=part.text, logprobs=event_logprobs(part.logprobs))
             + self._part_event("response.content_part.done", part=part)
             + self._event("response.output_item.done", output_index=0, item=item)
             + self._event(kind, response=reply.complete())

@@ -102,6 +102,11 @@ class Frontend:
         return self._tokenizer
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model came with one."""
+        return self._tokenizer is not None
+
+    @property
     def num_open(self) -> int:
         """Requests whose answers are not complete."""
         return len(self._open)

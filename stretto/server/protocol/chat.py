@@ -12,13 +12,16 @@ from stretto.server.protocol.fields import (
     MAX_LIST,
     MAX_SAMPLES,
     MAX_TEMPLATE_KWARGS,
+    Amount,
     Count,
     Decoding,
     Name,
     NotBuilt,
     StreamOptions,
+    no_prompt_scores_in,
     template_variables,
 )
+from stretto.server.protocol.prompt_scores import MaybeScores
 from stretto.server.protocol.usage import Usage
 
 NOT_BUILT: NotBuilt = {
@@ -79,7 +82,9 @@ class ChatRequest(Decoding, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    top_logprobs: Amount | None = None
+    prompt_logprobs: Amount | None = None
+    """Extension: those of the prompt's tokens, in a field of their own."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)] | None = None
@@ -92,6 +97,12 @@ class ChatRequest(Decoding, frozen=True, kw_only=True):
                 raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
             return None
         return self.top_logprobs or 0
+
+    @property
+    def num_prompt_tops(self) -> int | None:
+        """Top log-probabilities per prompt token, or None for none at all. Raises ApiError."""
+        no_prompt_scores_in(self.stream, self.prompt_logprobs)
+        return self.prompt_logprobs
 
     @property
     def token_limit(self) -> int | None:
@@ -166,6 +177,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     object: str = "chat.completion"
     service_tier: None = None
     system_fingerprint: None = None
+    prompt_logprobs: MaybeScores = msgspec.UNSET
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):

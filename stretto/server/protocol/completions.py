@@ -8,7 +8,17 @@ import msgspec
 from msgspec import Meta
 
 from stretto.server.errors import bad_request
-from stretto.server.protocol.fields import MAX_LIST, MAX_SAMPLES, Count, Decoding, Name, NotBuilt, StreamOptions
+from stretto.server.protocol.fields import (
+    MAX_LIST,
+    MAX_SAMPLES,
+    Amount,
+    Decoding,
+    Name,
+    NotBuilt,
+    StreamOptions,
+    no_prompt_scores_in,
+)
+from stretto.server.protocol.prompt_scores import MaybeScores
 from stretto.server.protocol.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -24,14 +34,31 @@ class CompletionRequest(Decoding, frozen=True, kw_only=True):
     model: Name | None = None
     prompt: Prompts
     """A text, a list of texts, token ids, or a list of lists of token ids."""
-    max_tokens: Count | None = None
+    max_tokens: Amount | None = None
+    """0 only with `echo`: then nothing follows the prompt."""
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     """Allowed is only the value of n: nothing is ranked."""
     echo: bool | None = None
     stream_options: StreamOptions | None = None
-    logprobs: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    logprobs: Amount | None = None
+    prompt_logprobs: Amount | None = None
+    """Extension: also those of the prompt's tokens, in a field of their own."""
     add_special_tokens: bool | None = None
+
+    @property
+    def score_only(self) -> bool:
+        """Nothing is to follow the prompt. Raises ApiError unless it is echoed."""
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request("max_tokens is 0; allowed: at least 1, and 0 with echo", "max_tokens")
+        return self.max_tokens == 0
+
+    @property
+    def num_prompt_tops(self) -> int | None:
+        """Top tokens wanted with each prompt token; None: no log-probabilities. Raises ApiError."""
+        no_prompt_scores_in(self.stream, self.prompt_logprobs)
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in wanted if number is not None), default=None)
 
     def checked_n(self) -> int:
         """Samples per prompt. Raises ApiError."""
@@ -67,7 +94,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float]] | None
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -79,6 +106,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: MaybeScores = msgspec.UNSET
 
 
 class CompletionChunk(msgspec.Struct, frozen=True):

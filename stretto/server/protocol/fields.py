@@ -32,6 +32,8 @@ Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 BiasKey: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+Amount: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+"""May be 0."""
 Name: TypeAlias = Annotated[str, Meta(max_length=512)]
 
 
@@ -68,7 +70,9 @@ class Decoding(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     """Smaller runs earlier."""
 
-    def sampling(self, *, n: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self, *, n: int, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         """As parameters of the engine. Raises InvalidRequest or NotSupported."""
         given = {
             "temperature": self.temperature,
@@ -88,7 +92,13 @@ class Decoding(msgspec.Struct, frozen=True, kw_only=True):
             "include_stop_str_in_output": self.include_stop_str_in_output,
         }
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, **chosen)
+        return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **chosen)
+
+
+def no_prompt_scores_in(stream: bool | None, prompt_logprobs: int | None) -> None:
+    """Raise ApiError where a stream is asked for the prompt's log-probabilities as a field of the answer."""
+    if stream and prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs is not part of streams; ask for the whole answer", "prompt_logprobs")
 
 
 NotBuilt: TypeAlias = Mapping[str, tuple[object, ...]]

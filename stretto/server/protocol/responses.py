@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from stretto.server.protocol.fields import MAX_LIST, Count, Decoding, Name, NotBuilt
+from stretto.server.errors import bad_request
+from stretto.server.protocol.chat import TokenLogprob
+from stretto.server.protocol.fields import MAX_LIST, Amount, Count, Decoding, Name, NotBuilt
 
 NOT_BUILT: NotBuilt = {
     "background": (False,),
     "conversation": (),
-    "include": ([],),
     "max_tool_calls": (),
     "moderation": (),
     "parallel_tool_calls": (True, False),  # without tools there is nothing to call
@@ -28,7 +29,6 @@ NOT_BUILT: NotBuilt = {
     "text": ({"format": {"type": "text"}}, {}),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 
@@ -39,7 +39,7 @@ class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    logprobs: Annotated[list[Any], Meta(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
 
 
 class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +70,18 @@ class ResponsesRequest(Decoding, frozen=True, kw_only=True):
     max_output_tokens: Count | None = None
     metadata: Annotated[dict[str, MetadataValue], Meta(max_length=16)] | None = None
     """Comes back with the answer."""
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=MAX_LIST)] | None = None
+    top_logprobs: Amount | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Top log-probabilities per token, or None for none at all. Raises ApiError."""
+        if not self.include:
+            if self.top_logprobs:
+                raise bad_request("top_logprobs needs 'message.output_text.logprobs' in include", "top_logprobs")
+            return None
+        return self.top_logprobs or 0
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation for the chat template."""
@@ -80,13 +91,28 @@ class ResponsesRequest(Decoding, frozen=True, kw_only=True):
         return [*first, *(item.for_template() for item in self.input)]
 
 
+class EventTopLogprob(msgspec.Struct, frozen=True):
+    """One of the likeliest tokens at a place, in an event."""
+
+    token: str
+    logprob: float
+
+
+class EventLogprob(msgspec.Struct, frozen=True):
+    """The token at a place, in an event: these have no bytes."""
+
+    token: str
+    logprob: float
+    top_logprobs: list[EventTopLogprob]
+
+
 class OutputText(msgspec.Struct, frozen=True):
     """A part of an answer."""
 
     text: str
     type: str = "output_text"
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class OutputMessage(msgspec.Struct, frozen=True):
@@ -169,5 +195,6 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     store: bool = False
     tool_choice: str = "none"
     tools: list[Any] = []
+    top_logprobs: int = 0
     truncation: str = "disabled"
     text: TextSettings = TextSettings()

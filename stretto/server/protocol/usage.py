@@ -22,7 +22,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, answer: Answer) -> Usage:
-        """Tokens so far."""
-        prompt, output = answer.num_prompt_tokens, answer.num_output_tokens
+    def of(cls, answer: Answer, *, score_only: bool = False) -> Usage:
+        """Tokens so far. `score_only`: none of the output's are given out."""
+        prompt, output = answer.num_prompt_tokens, 0 if score_only else answer.num_output_tokens
         return cls(prompt, output, prompt + output, PromptTokensDetails(answer.num_cached_tokens))
