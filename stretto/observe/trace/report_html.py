@@ -15,6 +15,7 @@ _SCRIPTS = (
     "data.js",
     "theme.js",
     "lanes.js",
+    "margins.js",
     "timeline.js",
     "overview.js",
     "pointer.js",

@@ -1,6 +1,6 @@
 // The timeline: draws lanes for a range of time, zooms, pans, selects. Knows pixels; asks Lanes for colours and names.
 
-const GUTTER = 168, RULER = 46, LEAST_RANGE = 200;
+const LEAST_RANGE = 200;
 
 class Timeline {
   constructor(trace, device, lanes, theme, onSelect) {
@@ -15,6 +15,7 @@ class Timeline {
     theme.onChange(() => this.redraw());
     new ResizeObserver(() => this.resize()).observe(this.scroll.parentElement);
     this.scroll.addEventListener("scroll", () => this.redraw());
+    this.margins = new Margins(this);
     this.overview = new Overview(this);
     this.pointer = new Pointer(this);
     this.resize();
@@ -83,8 +84,8 @@ class Timeline {
     }
     this._arrow(c, top);
     c.restore();
-    this._gutter(c, top, height);
-    this._ruler(c, width);
+    this.margins.gutter(c, top, height);
+    this.margins.ruler(c, width);
     this.overview.draw();
     document.getElementById("range").textContent = `${duration(this.range)} of ${duration(this.trace.length)}`;
   }
@@ -210,78 +211,6 @@ class Timeline {
     }
     return null;
   }
-
-  _gutter(c, top, height) {
-    const theme = this.theme;
-    c.fillStyle = theme.gutter;
-    c.fillRect(0, RULER, GUTTER - 1, height);
-    c.fillStyle = theme.line;
-    c.fillRect(GUTTER - 1, 0, 1, height);
-    for (const lane of this.lanes.all) {
-      const y = lane.y + top;
-      if (y + lane.height < RULER || y > height) continue;
-      c.save();
-      c.beginPath();
-      c.rect(0, RULER, GUTTER - 8, height);
-      c.clip();
-      c.fillStyle = theme.ink;
-      c.font = "600 12px system-ui, sans-serif";
-      c.fillText(lane.name, 14, y + Math.min(11, lane.height / 2));
-      if (lane.height > 22) {
-        c.fillStyle = theme.dim;
-        c.font = "10.5px system-ui, sans-serif";
-        c.fillText(lane.note, 14, y + 25 > y + lane.height ? y + lane.height - 3 : y + 25);
-      }
-      c.restore();
-      c.fillStyle = theme.grid;
-      c.fillRect(0, y + lane.height + LANE_SPACE / 2, this.canvas.clientWidth, 1);
-    }
-  }
-
-  _ruler(c, width) {
-    const theme = this.theme;
-    c.fillStyle = theme.card;
-    c.fillRect(0, 0, width, RULER);
-    c.fillStyle = theme.line;
-    c.fillRect(0, RULER - 1, width, 1);
-    const step = niceStep(this.range / (this.width / 110));
-    c.font = "11px ui-monospace, Menlo, Consolas, monospace";
-    c.save();
-    c.beginPath();
-    c.rect(GUTTER, 0, width, RULER);
-    c.clip();
-    for (let t = Math.ceil(this.begin / step) * step; t < this.end; t += step) {
-      const x = this.x(t);
-      c.fillStyle = theme.grid;
-      c.fillRect(x, 0, 1, 20);
-      c.fillStyle = theme.dim;
-      c.fillText(tickText(t, step), x + 4, 11);
-    }
-    const { start, labels } = this.device.steps;
-    const crowd = (58 * this.range * start.length) / (this.width * Math.max(1, this.trace.length));
-    const every = crowd > 1 ? niceStep(crowd) : 1;
-    for (let i = Math.max(0, lowerBound(start, this.begin) - 1); i < start.length && start[i] < this.end; i++) {
-      if (i % every) continue;
-      const x = this.x(start[i]);
-      c.fillStyle = theme.accent;
-      c.fillRect(x, 24, 2, 16);
-      c.fillStyle = theme.ink;
-      c.font = "600 11px system-ui, sans-serif";
-      c.fillText(every > 1 ? labels[i] : `step ${labels[i]}`, x + 6, 33);
-    }
-    c.restore();
-    c.fillStyle = theme.dim;
-    c.font = "10.5px system-ui, sans-serif";
-    c.fillText("time", 14, 11);
-    c.fillText("steps", 14, 33);
-    if (this.pointer.marking) {
-      const [a, b] = this.pointer.marking;
-      c.globalAlpha = 0.2;
-      c.fillStyle = theme.accent;
-      c.fillRect(Math.min(a, b), 0, Math.abs(b - a), this.canvas.clientHeight);
-      c.globalAlpha = 1;
-    }
-  }
 }
 
 function shortName(name) {
@@ -295,15 +224,4 @@ function lowerBound(values, wanted) {
     if (values[middle] < wanted) low = middle + 1; else high = middle;
   }
   return low;
-}
-
-function niceStep(about) {
-  const power = 10 ** Math.floor(Math.log10(about));
-  return power * [1, 2, 5, 10].find((factor) => factor * power >= about);
-}
-
-function tickText(ns, step) {
-  const [scale, unit] = step >= 1e8 ? [1e9, "s"] : step >= 1e5 ? [1e6, "ms"] : step >= 100 ? [1e3, "µs"] : [1, "ns"];
-  const digits = Math.max(0, Math.ceil(-Math.log10(step / scale) - 1e-9));
-  return `${(ns / scale).toFixed(digits)} ${unit}`;
 }
