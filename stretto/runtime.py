@@ -425,11 +425,11 @@ class Runtime:
             self._inside = False
         return self._timeline.steps
 
-    def beat(self) -> Beat:
-        """What the loop does. Any thread."""
-        phase, since_s = self._timeline.phase()
-        activity = ACTIVITIES[phase] if self._inside else "outside"
-        return Beat("running", activity, self._timeline.steps, since_s)
+    def beat(self, phase: str) -> Beat:
+        """What the loop does, in this phase of the rank's life. Any thread."""
+        loop_phase, since_s = self._timeline.phase()
+        activity = ACTIVITIES[loop_phase] if self._inside else "outside"
+        return Beat(phase, activity, self._timeline.steps, since_s)
 
     def close(self) -> None:
         """Let launched steps end, on all ranks the same ones, then end the device. Idempotent."""

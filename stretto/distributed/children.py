@@ -22,6 +22,8 @@ from stretto.distributed.place import Place
 STOPPED_SECONDS = 1.5
 """How long a process may be stopped (SIGSTOP) before it counts as hung: Ctrl-Z stops all of them, one by one."""
 
+_POLL_SECONDS = 0.01
+
 
 class RankSettings(msgspec.Struct, frozen=True):
     """What a rank's process is told by the one that starts it: over a private pipe, for options can be secrets."""
@@ -97,9 +99,14 @@ class Child:
 
 
 def end_children(children: list[Child], until: float) -> None:
-    """Let them end by themselves until the monotonic time `until`, then kill those that did not. Blocks."""
-    for child in children:
-        child.wait(until)
+    """Let them end by themselves until the monotonic time `until`, then kill those that did not. Blocks.
+
+    One that is stopped will not end, and is not waited for.
+    """
+    while any(child.process.poll() is None and child.trouble() is None for child in children):
+        if time.monotonic() > until:
+            break
+        time.sleep(_POLL_SECONDS)
     for child in children:
         child.close()
 

@@ -52,8 +52,8 @@ class FollowingRuntime(Protocol):
     def follow(self) -> int:
         """Do the leader's turns up to the last one; the number of steps."""
 
-    def beat(self) -> Beat:
-        """What its loop does. Any thread."""
+    def beat(self, phase: str) -> Beat:
+        """What its loop does, in this phase of the rank's life. Any thread."""
 
     def close(self) -> None:
         """Let launched steps end, then end the device."""
@@ -94,7 +94,7 @@ class Follower:
         from stretto.distributed.group import connect_group
         from stretto.distributed.transport import connect
 
-        self.watchdog.phase = "loading"
+        self.watchdog.enter("loading")
         place, watchdog = self.place, self.watchdog
         addresses = watchdog.agree("hello", {})
         watchdog.agree("model", model_facts(resolved, model))
@@ -155,12 +155,10 @@ class Follower:
         """The whole life of the rank, up to the leader's last turn. Blocks. Raises whatever broke it."""
         runtime = build(self)
         watchdog = self.watchdog
-        watchdog.own_beat = lambda phase: replace_phase(runtime.beat(), phase)
-        watchdog.phase = "running"
+        watchdog.enter("running", runtime.beat)
         watchdog.agree("ready", {})
         steps = runtime.follow()
-        watchdog.phase = "shutdown"
-        watchdog.own_beat = Beat
+        watchdog.enter("shutdown")
         runtime.close()
         watchdog.leave(steps)
 
@@ -168,8 +166,3 @@ class Follower:
         """Set the main thread free if it waits for other ranks."""
         if self._group is not None:
             self._group.abort()
-
-
-def replace_phase(beat: Beat, phase: str) -> Beat:
-    """The beat with a phase."""
-    return Beat(phase, beat.activity, beat.steps, beat.since_s)

@@ -53,8 +53,8 @@ class _Runtime(Protocol):
 
     device: Device
 
-    def beat(self) -> Beat:
-        """What its loop does. Any thread."""
+    def beat(self, phase: str) -> Beat:
+        """What its loop does, in this phase of the rank's life. Any thread."""
 
 
 Progress = Callable[[str, float], None]
@@ -151,7 +151,7 @@ class Leader:
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 
-    def ready(self, own_beat: Callable[[], Beat]) -> None:
+    def ready(self, own_beat: Callable[[str], Beat]) -> None:
         """The engine is complete: wait for those of the others. `own_beat`: what the leader's loop does. Blocks."""
         self.watch.gather("ready", lambda: None, LOADING_SECONDS)
         self.watch.own_beat = own_beat
@@ -212,7 +212,7 @@ def lead(
     runtime = None
     try:
         runtime = build(leader)
-        leader.ready(runtime.beat)
+        leader.ready(_beat_of(weakref.ref(runtime)))  # an engine that nobody has must go, closed or not
     except BaseException as error:
         cause = leader.give_up(error)
         if runtime is not None:
@@ -222,6 +222,14 @@ def lead(
         raise cause from error
     weakref.finalize(runtime, leader.watch.abandon)
     return runtime
+
+
+def _beat_of(runtime: weakref.ref[LeadingRuntime]) -> Callable[[str], Beat]:
+    def beat(phase: str) -> Beat:
+        alive = runtime()
+        return Beat(phase) if alive is None else alive.beat(phase)
+
+    return beat
 
 
 def _is_echo(error: BaseException) -> bool:

@@ -76,7 +76,7 @@ class Watch:
         self.failure: str | None = None
         """Why the engine has failed; set once."""
         self._disagreement = False
-        self.own_beat: Callable[[], Beat] = Beat
+        self.own_beat: Callable[[str], Beat] = Beat
         """What the leader's own loop does; set when there is one."""
         self.on_digest: Callable[[int, bytes], str | None] = lambda rank, data: None
         """Compares a follower's digests with the leader's; what it returns is a failure. Set before the loop runs."""
@@ -174,6 +174,7 @@ class Watch:
         finally:
             until = time.monotonic() + (CLOSE_SECONDS if self.failure is None else 0.0)
             self._end_all(until)
+            self._aborts.clear()
 
     def _watch(self) -> None:
         last = last_beat = time.monotonic()
@@ -210,8 +211,9 @@ class Watch:
         assert link is not None
         try:
             messages = link.receive()
-        except ValueError:
-            logger.warning("who is no rank of this engine has connected to it and talks something else")
+        except ValueError as error:
+            who = source.name if isinstance(source, _Rank) else "who has connected"
+            logger.warning("%s talks like no rank of this engine: %s", who, error)
             messages = []
         for message in messages:
             if isinstance(source, _Rank):
@@ -267,7 +269,7 @@ class Watch:
 
     def _look_at(self, rank: _Rank, now: float) -> None:
         """Whether its process lives, and is heard."""
-        where = f" ({rank.beat.phase})" if rank.beat.phase else " (start)"
+        where = f" ({rank.beat.phase or 'start'}" + (f", {rank.beat.steps} steps done)" if rank.beat.steps else ")")
         if rank.left:
             return
         trouble = None if rank.child is None else rank.child.trouble()
@@ -280,7 +282,10 @@ class Watch:
             self._fail(f"{rank.name} hangs: no sign of life for {now - rank.heard:.0f} s{where}")
 
     def _look_for_stuck(self) -> None:
-        beats = {0: self.own_beat(), **{rank.rank: rank.beat for rank in self._ranks.values() if not rank.left}}
+        beats = {
+            0: self.own_beat("running"),
+            **{rank.rank: rank.beat for rank in self._ranks.values() if not rank.left},
+        }
         found = find_stuck(beats)
         if found is not None:
             rank, cause = found

@@ -39,12 +39,16 @@ class Watchdog:
         self._agreed: dict[str, Facts] = {}
         self.failure: str | None = None
         """Why the rank must end."""
-        self.phase = "start"
-        self.own_beat: Callable[[str], Beat] = lambda phase: Beat(phase)
-        """What the main thread does, given the phase."""
+        self._phase = "start"
+        self._own_beat: Callable[[str], Beat] = Beat
         self._leaving = False
         self._thread = threading.Thread(target=self._run, name="stretto-watchdog", daemon=True)
         self._thread.start()
+
+    def enter(self, phase: str, own_beat: Callable[[str], Beat] = Beat) -> None:
+        """The main thread enters a phase of its life; `own_beat`: what it does there, given the phase."""
+        self._phase, self._own_beat = phase, own_beat
+        self.tell(own_beat(phase))
 
     def tell(self, message: Message) -> None:
         """Say something to the leader."""
@@ -99,7 +103,7 @@ class Watchdog:
                 self._fail("the process that started this rank is gone", told=False)
             if now - last_beat >= watch.BEAT_SECONDS:
                 last_beat = now
-                self.tell(self.own_beat(self.phase))
+                self.tell(self._own_beat(self._phase))
 
     def _hear(self) -> None:
         try:
