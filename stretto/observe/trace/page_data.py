@@ -185,22 +185,22 @@ def _figures(report: DeviceReport) -> list[list[str]]:
     whole = max(1, report.length_ns)
     cards = [
         ["device busy", f"{100 * report.busy_ns / whole:.1f} %", f"of {duration(whole)}"],
-        ["step", duration(report.step_ns), f"{len(report.steps)} found by {report.steps.method}"],
+        ["step", duration(report.step_ns), f"{len(report.steps):,} steps"],
     ]
     if report.window_ns is not None:
         share = 100 * report.window_ns / max(1.0, report.step_ns)
         cards.append(["overlap window", duration(report.window_ns), f"{share:.0f} % of a step"])
     if report.overlap.hidden_share is not None:
-        cards.append(["host work hidden", f"{100 * report.overlap.hidden_share:.0f} %", "while the device was busy"])
+        cards.append(["host work hidden", f"{100 * report.overlap.hidden_share:.0f} %", "beside device work"])
     hidden = [finding for finding in report.findings if finding.is_hidden_sync]
     lost = sum(finding.severity is Severity.LOST for finding in hidden)
     cards.append(["hidden syncs", str(len(hidden)), f"{lost} lost, {len(hidden) - lost} shortened"])
     if report.queue is not None:
         ahead = duration(report.queue.ahead_median_ns)
-        cards.append(["launch queue", f"{report.queue.depth_median:.0f} deep", f"the host is {ahead} ahead"])
+        cards.append(["launch queue", f"{report.queue.depth_median:.0f} deep", f"{ahead} ahead"])
     if report.several_streams_share >= 0.001:
-        cards.append(["streams at once", f"{100 * report.several_streams_share:.1f} %", "of the busy time"])
-    return cards
+        cards.append(["streams at once", f"{100 * report.several_streams_share:.1f} %", "of busy time"])
+    return [[text.replace(" us", " µs") for text in card] for card in cards]  # as the rest of the page writes it
 
 
 def _threads(analysis: Analysis, shown: Ints, mark_of_span: dict[int, int], columns: _Columns) -> list[dict[str, Any]]:

@@ -7,6 +7,13 @@ function make(tag, className, text) {
   return element;
 }
 
+// Text in which `code` is set as code.
+function withCode(tag, className, text) {
+  const element = make(tag, className);
+  text.split("`").forEach((part, i) => part && element.append(i % 2 ? make("code", "", part) : part));
+  return element;
+}
+
 class Panels {
   constructor(trace, theme, onShow) {
     Object.assign(this, { _trace: trace, _theme: theme, _onShow: onShow });
@@ -56,18 +63,18 @@ class Panels {
     const item = make("li"), card = make("button", "finding"), head = make("h3");
     card.style.setProperty("--c", this._theme.causes[finding.cause]);
     if (finding.severity) head.append(make("span", "badge", finding.severity));
-    head.append(make("span", "", finding.title));
+    head.append(withCode("span", "", finding.title));
     card.append(head);
     if (finding.location) card.append(make("p", "where mono", `at ${finding.location}${finding.line}`));
     const around = finding.stack.filter((name) => name !== finding.location).slice(0, 4);
     if (around.length) card.append(make("p", "mono dim", around.map(shortName).join(" ‹ ")));
-    if (finding.remedy) card.append(make("p", "", `Fix: ${finding.remedy}`));
+    if (finding.remedy) card.append(withCode("p", "", `Fix: ${finding.remedy}`));
     const aside = make("aside");
     if (finding.gain) {
       aside.append(make("b", "", `${(whole / Math.max(1, whole - finding.gain)).toFixed(2)}× faster`));
       aside.append(make("div", "dim", `without it: ${duration(finding.gain / steps)} a step less`));
     } else aside.append(make("b", "", `${((100 * finding.idle) / whole).toFixed(1)} % idle`));
-    aside.append(make("div", "dim", `${finding.count} times, device idle ${duration(finding.idle / steps)} a step`));
+    aside.append(make("div", "dim", `${finding.count.toLocaleString("en")} times, device idle ${duration(finding.idle / steps)} a step`));
     if (finding.blocked) aside.append(make("div", "dim", `host blocked ${duration(finding.blocked / steps)} a step`));
     card.append(aside);
     if (finding.at) card.addEventListener("click", () => this._onShow(finding.at[0], finding.at[1]));

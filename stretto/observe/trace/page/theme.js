@@ -37,6 +37,12 @@ class Theme {
     this._shades = new Map();
   }
 
+  // White or near black, whatever reads better on a colour given as #rrggbb.
+  onVivid(colour) {
+    const [r, g, b] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.26 ? "#1b1208" : "#fff";
+  }
+
   // Kernels differ a little by name, so that the eye finds repetitions.
   kernel(name) {
     let colour = this._shades.get(name);

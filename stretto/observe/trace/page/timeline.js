@@ -146,7 +146,8 @@ class Timeline {
     if (room < 3) return;
     if (text.length > room) text = `${text.slice(0, room - 1)}…`;
     const strong = lane.kind === "gaps" || row.mark[i] >> 4 === 1;
-    c.fillStyle = lane.kind === "gaps" || (lane.kind === "thread" && row.mark[i] >> 4 && row.mark[i] >> 4 < 3) ? "#fff" : this.theme.onSpan;
+    const vivid = lane.kind === "gaps" || (lane.kind === "thread" && row.mark[i] >> 4 && row.mark[i] >> 4 < 3);
+    c.fillStyle = vivid ? this.theme.onVivid(c.fillStyle) : this.theme.onSpan;
     c.font = `${strong ? "600 " : ""}11px ui-monospace, Menlo, Consolas, monospace`;
     c.fillText(text, Math.max(a, GUTTER) + 5, y + height / 2 + 0.5);
   }
