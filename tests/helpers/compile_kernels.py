@@ -99,7 +99,7 @@ def _compile_plan(plan: Any, work: Any) -> None:
     plan.derive_mixed(staged, layout, 1, 16, tables, inputs, work, 8)
     table = torch.zeros(9, 1024, dtype=torch.bfloat16)
     for first_id in (9, None):  # a rank's part of the table, and all of it
-        plan.derive_decode(4, 16, tables, inputs, work, 8, table, bf16(4, 1024), first_id)
+        plan.derive_decode(4, 16, tables, inputs, work, 8, table, table.new_zeros(4, 1024), first_id)
 
 
 if __name__ == "__main__":
