@@ -493,6 +493,29 @@ def test_only_who_sleeps_costs_the_leader_a_system_call(monkeypatch: pytest.Monk
     follower.close()
 
 
+@pytest.mark.parametrize("sent_before", [b"", b"x" * 3 * RING], ids=["nothing", "a part"])
+def test_what_comes_between_looking_and_waiting_is_noticed(sent_before: bytes) -> None:
+    leader, follower = shared_memory_pair()
+    publishing = threading.Thread(target=leader.publish, args=(sent_before or b"late",))
+    take, looks = follower._take, 0
+
+    def look_then_publish() -> bytes | None:
+        nonlocal looks
+        looks += 1
+        message = take()
+        if looks == 1:
+            publishing.start()
+            while not follower._ring.available():
+                threading.Event().wait(0.001)
+        return message
+
+    follower._take = look_then_publish  # type: ignore[method-assign]
+    assert follower.receive(WAIT_S) == (sent_before or b"late")
+    publishing.join()
+    leader.close()
+    follower.close()
+
+
 def test_what_is_not_a_ring_is_refused() -> None:
     fd = os.memfd_create("something else")
     os.ftruncate(fd, 16384)

@@ -227,6 +227,8 @@ class SharedMemoryFollower:
         self._missing: int | None = None
         """Bytes of the message being read that are still to come; None: its header is to come."""
         self._pieces: list[bytes] = []
+        self._seen = 0
+        """Bytes that `_take` has left unread because they were not enough; what comes after its look is waited for."""
         self._failure: TransportError | None = None
 
     def receive(self, timeout_s: float | None) -> bytes | None:
@@ -254,7 +256,7 @@ class SharedMemoryFollower:
 
     def _take(self) -> bytes | None:
         """The next message if all of it is there; what there is of a longer one is moved out."""  # hot path
-        available = self._ring.available()
+        available = self._seen = self._ring.available()
         if self._missing is None:
             if available < _FRAME.size:
                 return None
@@ -267,6 +269,7 @@ class SharedMemoryFollower:
             self._missing = length
             available -= _FRAME.size
         count = min(available, self._missing)
+        self._seen = available - count
         if count:
             self._pieces.append(self._ring.read(count))
             self._missing -= count
@@ -280,8 +283,7 @@ class SharedMemoryFollower:
 
     def _wait(self, deadline: float | None) -> bool:
         """Wait until there is more to read (True) or the deadline is over. Raises PeerGone at the end of the stream."""
-        seen = self._ring.available()
-        now = time.monotonic()
+        seen, now = self._seen, time.monotonic()
         spin_until = now + self._spin_s if deadline is None else min(deadline, now + self._spin_s)
         while True:
             broken = self._listen(0)  # also gives the GIL to whoever waits for it
