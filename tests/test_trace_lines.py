@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,3 +186,26 @@ def test_an_exact_line_needs_no_guess(source: Path, tmp_path: Path) -> None:
     host = looped(inside=f"stretto.sync item at {source}:19 Sampler.sample")
     found: list[Finding] = [one for one in report_of(tmp_path, host).findings if one.is_hidden_sync]
     assert [where(one) for one in found] == [""]
+
+
+def test_a_guard_in_any_program_writes_its_lines_into_the_trace(tmp_path: Path) -> None:
+    torch: Any = pytest.importorskip("torch")
+    from stretto.observe import SyncGuard
+
+    def look(x: Any) -> None:
+        x.sum().item()  # here
+
+    x = torch.ones(3)
+    guard = SyncGuard("count", cpu_as_device=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True) as recorder:
+        for number in range(4):
+            with torch.profiler.record_function(f"stretto.step {number}"), guard:
+                torch.mm(torch.ones(200, 200), torch.ones(200, 200))
+                look(x)
+            torch.mm(x[None], x[:, None])
+    recorder.export_chrome_trace(str(tmp_path / "trace.json"))
+    analysis = analyze(tmp_path / "trace.json")
+    source = Path(__file__).read_text().splitlines()
+    line = 1 + source.index("        x.sum().item()  # here")
+    (place,) = {one.location for one in analysis.devices[0].blocking}
+    assert place.endswith(f"test_trace_lines.py({line}): look")

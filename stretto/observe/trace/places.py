@@ -7,6 +7,7 @@ inside an annotation `stretto.sync KIND at FILE:LINE FUNCTION`, or an annotation
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 
 import numpy as np
@@ -42,23 +43,24 @@ def with_places(trace: Trace, stacks: Stacks, blocking: list[Blocking]) -> list[
 def _heard(trace: Trace, stacks: Stacks, blocking: list[Blocking], places: dict[int, str]) -> dict[int, str]:
     """The places that follow their calls: each belongs to the latest call before it in the same function."""
     found: dict[int, str] = {}
+    ends: dict[int, list[tuple[int, int]]] = {}
+    for i, one in enumerate(blocking):
+        if i not in places:
+            ends.setdefault(one.thread, []).append((one.end, i))
+    for calls in ends.values():
+        calls.sort()
     marks = [i for i, name in enumerate(trace.names) if name.startswith(words.SYNCED)]
     host = trace.host
     for span in np.flatnonzero((host.kind == HostKind.ANNOTATION) & np.isin(host.name, marks)).tolist():
         place = words.place(stacks.name(span))
-        start, thread = int(host.start[span]), int(host.thread[span])
-        before = [
-            i
-            for i, one in enumerate(blocking)
-            if one.thread == thread
-            and i not in places
-            and i not in found
-            and start - _NEAR_NS <= one.end <= start
-            and _same_function(one.location, place)
-        ]
-        if place and before:
-            latest = max(before, key=lambda i: blocking[i].end)
-            found[latest] = _as_frame(place, blocking[latest].location)
+        start, calls = int(host.start[span]), ends.get(int(host.thread[span]), [])
+        at = bisect_right(calls, (start, len(blocking))) - 1
+        while place and at >= 0 and calls[at][0] >= start - _NEAR_NS:
+            i = calls[at][1]
+            if i not in found and _same_function(blocking[i].location, place):
+                found[i] = _as_frame(place, blocking[i].location)
+                break
+            at -= 1
     return found
 
 
