@@ -189,7 +189,7 @@ class Runtime:
 
         place = place_of(config)
         if not place.leads:
-            lend_process(config, place, lambda member: cls.assemble(config, None, member))
+            lend_process(config, place, lambda member: cls.assemble(config, None, member), progress)
         return lead(config, place, progress, lambda member: cls.assemble(config, progress, member))
 
     @classmethod
@@ -415,6 +415,10 @@ class Runtime:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
         )
+
+    def on_failure(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with the cause, from a thread of its own, once a rank is lost; `step` raises it as well."""
+        self._member.on_failure(tell)
 
     def follow(self) -> int:
         """Do the turns that come, up to the last one; the number of steps. Blocks for as long as the engine lives."""

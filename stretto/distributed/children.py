@@ -19,6 +19,7 @@ import msgspec
 from stretto.config import EngineConfig
 from stretto.distributed.place import Place
 
+RANK_MODULE = "stretto.distributed.rank_process"
 STOPPED_SECONDS = 1.5
 """How long a process may be stopped (SIGSTOP) before it counts as hung: Ctrl-Z stops all of them, one by one."""
 
@@ -37,13 +38,13 @@ class RankSettings(msgspec.Struct, frozen=True):
 class Child:
     """The process of one rank, and the line to it that tells each side that the other is gone."""
 
-    def __init__(self, settings: RankSettings, environment: dict[str, str]) -> None:
-        """Start it. Its parent in the kernel's eyes is the calling *thread*: it is killed when that thread ends."""
+    def __init__(self, settings: RankSettings, environment: dict[str, str], module: str = RANK_MODULE) -> None:
+        """Start `module` for it. Its parent in the kernel's eyes is the calling *thread*: it is killed with that."""
         self.place = settings.place
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "stretto.distributed.rank_process", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output belongs to the user's program
@@ -64,7 +65,7 @@ class Child:
         code = self.process.poll()
         if code is not None:
             return f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({_signal(-code)})"
-        if not _is_stopped(self.pid):
+        if not is_stopped(self.pid):
             self._stopped_since = None
             return None
         now = time.monotonic()
@@ -118,7 +119,8 @@ def threads_of_rank(config: EngineConfig, place: Place) -> int:
     return config.num_threads or (int(told) if told.isdigit() and int(told) else share)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Whether the process is stopped by a signal or a debugger (Linux)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
     except OSError:

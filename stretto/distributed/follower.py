@@ -140,6 +140,9 @@ class Follower:
         """See `Member`."""
         return None
 
+    def on_failure(self, tell: Callable[[str], None]) -> None:
+        """See `Member`: the watchdog sees to it."""
+
     def stop(self) -> bool:
         """See `Member`: that is the leader's to say."""
         return False

@@ -11,7 +11,14 @@ import time
 from collections.abc import Sequence
 
 from stretto.config import EngineConfig
-from stretto.distributed.children import STOPPED_SECONDS, Child, RankSettings, end_children, threads_of_rank
+from stretto.distributed.children import (
+    RANK_MODULE,
+    STOPPED_SECONDS,
+    Child,
+    RankSettings,
+    end_children,
+    threads_of_rank,
+)
 from stretto.distributed.place import Place
 from stretto.distributed.watch import GRACE_SECONDS, HANG_SECONDS, TICK_SECONDS
 from stretto.errors import EngineBroken
@@ -19,15 +26,18 @@ from stretto.errors import EngineBroken
 logger = logging.getLogger("stretto.ranks")
 
 
-def start_ranks(config: EngineConfig, places: Sequence[Place]) -> list[Child]:
-    """A process for each place. They end with the calling thread, at the latest. Raises OSError; then none is left."""
+def start_ranks(config: EngineConfig, places: Sequence[Place], module: str = RANK_MODULE) -> list[Child]:
+    """A process for each place. They end with the calling thread, at the latest. Raises OSError; then none is left.
+
+    `module` is what runs as a rank.
+    """
     level = logging.getLevelName(logging.getLogger("stretto").getEffectiveLevel())
     children: list[Child] = []
     try:
         for place in places:
             environment = dict(os.environ)
             environment.setdefault("OMP_NUM_THREADS", str(threads_of_rank(config, place)))
-            children.append(Child(RankSettings(config, place, os.getpid(), level), environment))
+            children.append(Child(RankSettings(config, place, os.getpid(), level), environment, module))
     except BaseException:
         end_children(children, 0.0)
         raise

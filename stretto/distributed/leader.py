@@ -88,7 +88,8 @@ class Leader:
     def join(self, resolved: ResolvedModel, model: ModelConfig, device: Device) -> TensorGroup:
         """See `Member`."""
         watch, size = self.watch, self.place.size
-        watch.gather("hello", lambda: self._say(f"waiting for {size - 1} other ranks", 0.0))
+        others = "the other rank" if size == 2 else f"the other {size - 1} ranks"
+        watch.gather("hello", lambda: self._progress(f"waiting for {others}", 0.0))
         name = control.choose(self._config.control_transport.replace("-", "_"), self.place.single_host)
         self._transport = control.listen(name, size, None if self.place.single_host else self._host)
         self._store, store = open_store(self._host)
@@ -122,7 +123,7 @@ class Leader:
 
     def agree_on_sizes(self, sizes: SchedulerConfig) -> SchedulerConfig:
         """See `Member`."""
-        self.watch.gather("sizes", lambda: self._say("loading weights", self.watch.loading(1.0)), LOADING_SECONDS)
+        self.watch.gather("sizes", lambda: self._progress("loading weights", self.watch.loading(1.0)), LOADING_SECONDS)
         self.watch.compare("sizes", size_facts(sizes))
         num_pages = min(sizes.num_pages, *(int(facts[MINIMUM]) for facts in self.watch.facts_of("sizes")))
         self.watch.agree("sizes", {MINIMUM: str(num_pages)})
@@ -131,9 +132,6 @@ class Leader:
     def loading(self, what: str, fraction: float) -> float:
         """See `Member`."""
         return self.watch.loading(fraction) if what == "loading weights" else fraction
-
-    def _say(self, what: str, fraction: float) -> None:
-        self._progress(what, fraction)
 
     def turns(self, inbox: Inbox, now: Callable[[], float]) -> TurnSource:
         """See `Member`."""
@@ -169,6 +167,10 @@ class Leader:
         return EngineBroken(self.watch.explain(error))
 
     # -- its end ----------------------------------------------------------------------------------------------------
+
+    def on_failure(self, tell: Callable[[str], None]) -> None:
+        """See `Member`."""
+        self.watch.on_failure(lambda: tell(str(self.watch.failure)))
 
     def stop(self) -> bool:
         """See `Member`; False as well after a failure: then there is no turn any more."""

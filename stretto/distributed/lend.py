@@ -20,12 +20,21 @@ from stretto.distributed.watch import GRACE_SECONDS
 from stretto.errors import EngineBroken, StrettoError
 
 
-def lend_process(config: EngineConfig, place: Place, build: Callable[[Follower], FollowingRuntime]) -> NoReturn:
+def lend_process(
+    config: EngineConfig,
+    place: Place,
+    build: Callable[[Follower], FollowingRuntime],
+    progress: Callable[[str, float], None] | None = None,
+) -> NoReturn:
     """Serve the leader with this process until it stops, then raise SystemExit(0). Blocks.
 
-    Raises EngineBroken, with the cause, if the engine fails. A process that was started by torchrun is a rank itself;
-    should its main thread hang in a collective then, the process ends with exit code 1.
+    `progress` is told once that this is so. Raises EngineBroken, with the cause, if the engine fails. A process that
+    was started by torchrun is a rank itself; should its main thread hang in a collective then, it ends with code 1.
     """
+    if progress is not None:
+        last = place.rank + (0 if place.launched else place.num_local - 1)
+        ranks = f"rank {place.rank}" if last == place.rank else f"ranks {place.rank} to {last}"
+        progress(f"serving the leader as {ranks} of {place.size}", 0.0)
     if not place.launched:
         host_ranks(config, place)
         raise SystemExit(0)

@@ -50,6 +50,9 @@ class Member(Protocol):
     def broken(self, error: Exception) -> EngineBroken | None:
         """The loop failed with `error`: what to raise instead, if another rank may be the cause. May block shortly."""
 
+    def on_failure(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with the cause, from another thread, once a rank is lost."""
+
     def stop(self) -> bool:
         """Make the next turn the last one, for all ranks; False if there is nobody who would have to know."""
 
@@ -88,6 +91,9 @@ class Alone:
     def broken(self, error: Exception) -> EngineBroken | None:
         """It is its own cause."""
         return None
+
+    def on_failure(self, tell: Callable[[str], None]) -> None:
+        """There is none to lose."""
 
     def stop(self) -> bool:
         """Nobody."""

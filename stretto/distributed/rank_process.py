@@ -8,19 +8,22 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 
+from stretto.config import EngineConfig
 from stretto.distributed.children import RankSettings
-from stretto.distributed.follower import Follower
+from stretto.distributed.follower import Follower, FollowingRuntime
 from stretto.distributed.lend import EndOfProcess
 from stretto.distributed.link import LONGEST_LINE
 from stretto.errors import StrettoError
 from stretto.ipc.control import die_with_parent
 
 
-def main() -> None:
-    """`python -m stretto.distributed.rank_process FD`. Ends the process; never returns."""
+def main(build: Callable[[EngineConfig, Follower], FollowingRuntime]) -> NoReturn:
+    """`python -m stretto.distributed.rank_process FD`: a rank whose engine `build` makes. Ends the process."""
     parent = socket.socket(fileno=int(sys.argv[1]))
     settings = _read_settings(parent)
     die_with_parent(settings.parent_pid)
@@ -31,10 +34,7 @@ def main() -> None:
     follower = None
     try:
         follower = Follower(settings.engine, settings.place, parent, end)
-        # Only now: loading torch takes long, and versions and options are compared meanwhile.
-        from stretto.runtime import Runtime
-
-        follower.run(lambda member: Runtime.assemble(settings.engine, None, member))
+        follower.run(lambda member: build(settings.engine, member))
     except BaseException as error:
         if not isinstance(error, StrettoError):
             traceback.print_exc()
@@ -44,6 +44,14 @@ def main() -> None:
             end(verdict, told=verdict != reason)
         end(reason, told=False)
     end("", told=True)
+    raise AssertionError("the process goes on after its end")
+
+
+def _build(config: EngineConfig, member: Follower) -> FollowingRuntime:
+    # Only now: loading torch takes long, and versions and options are compared meanwhile.
+    from stretto.runtime import Runtime
+
+    return Runtime.assemble(config, None, member)
 
 
 def _read_settings(line: socket.socket) -> RankSettings:
@@ -57,4 +65,4 @@ def _read_settings(line: socket.socket) -> RankSettings:
 
 
 if __name__ == "__main__":
-    main()
+    main(_build)

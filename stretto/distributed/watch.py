@@ -59,8 +59,16 @@ class _Rank:
 class Watch:
     """Made by the leader before any rank is there; `close` ends everything that it started."""
 
-    def __init__(self, place: Place, listener: socket.socket, facts: Facts, start_children: Callable[[], list[Child]]):
+    def __init__(
+        self,
+        place: Place,
+        listener: socket.socket,
+        facts: Facts,
+        start_children: Callable[[], list[Child]],
+        hang_seconds: float = HANG_SECONDS,
+    ) -> None:
         """`facts`: what must be equal before anything is loaded. Starts a thread, and in it the children."""
+        self._hang_seconds = hang_seconds
         self._place = place
         self._facts = facts
         self._start_children = start_children
@@ -185,7 +193,9 @@ class Watch:
                 else:
                     self._hear(key.data)
             now = time.monotonic()
-            if now - last > max(2.0, HANG_SECONDS / 3):  # this process itself was stopped, or starved: all start anew
+            if now - last > max(
+                2.0, self._hang_seconds / 3
+            ):  # this process itself was stopped, or starved: all start anew
                 for rank in self._ranks.values():
                     rank.heard = now
             last = now
@@ -278,7 +288,7 @@ class Watch:
             self._fail(f"{rank.name} {trouble}{where}" + (f": {words}" if words else ""))
         elif rank.closed_at is not None and (rank.child is None or now - rank.closed_at > GRACE_SECONDS):
             self._fail(f"{rank.name} is gone: it died, or its connection broke{where}")
-        elif rank.link is not None and rank.closed_at is None and now - rank.heard > HANG_SECONDS:
+        elif rank.link is not None and rank.closed_at is None and now - rank.heard > self._hang_seconds:
             self._fail(f"{rank.name} hangs: no sign of life for {now - rank.heard:.0f} s{where}")
 
     def _look_for_stuck(self) -> None:

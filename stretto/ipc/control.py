@@ -94,10 +94,11 @@ MAX_LINE = 1 << 20
 
 
 class ControlLine:
-    """One end of the line. `send` never blocks for long: lines are short and rare."""
+    """One end of the line. `send` never blocks for long: lines are short and rare. Any thread may send."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._sending = threading.Lock()
         self._buffer = b""
         self.closed = False
         """The other side is gone."""
@@ -113,10 +114,11 @@ class ControlLine:
 
     def send(self, message: Control) -> None:
         """Say something; nothing happens if the other side is gone."""
-        try:
-            self._end.sendall(msgspec.json.encode(message) + b"\n")
-        except OSError:
-            self.closed = True
+        with self._sending:
+            try:
+                self._end.sendall(msgspec.json.encode(message) + b"\n")
+            except OSError:
+                self.closed = True
 
     def receive(self) -> list[Control]:
         """Read what is there (blocks until something is); sets `closed` at the end of the line."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from stretto.config import EngineConfig
-from stretto.errors import InvalidRequest, NotSupported, StrettoError
+from stretto.errors import EngineBroken, InvalidRequest, NotSupported, StrettoError
 from stretto.ipc.control import ControlLine, EngineInfo, Failed, Progress, die_with_parent
 from stretto.ipc.engine_service import EngineService
 from stretto.ipc.settings import read_engine_settings
@@ -39,6 +39,7 @@ def main() -> int:
         return 1
     from stretto.engine.random import derive_seed
 
+    runtime.on_failure(lambda message: control.send(Failed(message, False)))  # this thread may wait for requests
     try:
         with zmq.Context() as context, engine_socket(context, directory) as socket:
             control.send(info)
@@ -51,6 +52,9 @@ def main() -> int:
                 derive_seed=derive_seed,
                 recent=RecentSteps(runtime),
             ).run()
+    except EngineBroken as error:
+        control.send(Failed(str(error), False))
+        return 1
     finally:
         runtime.close()
     return 0

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from stretto.config import EngineConfig
+from stretto.distributed.children import STOPPED_SECONDS, is_stopped
+from stretto.distributed.place import place_of
 from stretto.errors import StrettoError
 from stretto.ipc.control import (
     Beat,
@@ -96,12 +98,18 @@ class Supervisor:
         self._draining_until: float | None = None
         self._failing_until: float | None = None
         self._told_ready = False
+        self._engine_runs = time.monotonic()
         self._exit_code = 0
         self.error: str | None = None
         """Why it failed, for the operator."""
 
     def run(self) -> int:
-        """Serve until stopped: 0 after a drain, 1 after a failure, 2 for bad options. Main thread only."""
+        """Serve until stopped: 0 after a drain, 1 after a failure, 2 for bad options. Main thread only.
+
+        On a further host of a tensor-parallel engine there is nothing to serve but the leader: until that one stops.
+        """
+        if not place_of(self._engine_config).leads:
+            return self._serve_leader()
         self._listener = self._listen()
         self._directory = make_private_directory()
         wake, woken = os.pipe()
@@ -128,6 +136,19 @@ class Supervisor:
             os.close(woken)
             shutil.rmtree(self._directory, ignore_errors=True)
         return self._exit_code
+
+    def _serve_leader(self) -> int:
+        # What a server with one host never needs: torch.
+        from stretto.runtime import Runtime
+
+        try:
+            Runtime.start(self._engine_config, self._on_progress)
+        except SystemExit:
+            return 0
+        except StrettoError as error:
+            self.error = str(error)
+            return FAILED
+        raise AssertionError("a rank above 0 came back from its leader")
 
     # -- start ------------------------------------------------------------------------------------------------------
 
@@ -202,6 +223,7 @@ class Supervisor:
         self._see_signals()
         self._see_deaths()
         now = time.monotonic()
+        self._see_stopped_engine(now)
         for worker in self._workers:
             if now - worker.last_beat > _STUCK_WORKER_SECONDS:
                 logger.error("front end %d is stuck; it is replaced", worker.number)
@@ -260,7 +282,8 @@ class Supervisor:
         engine = self._engine
         if engine is not None and engine.process.poll() is not None and not self._ending:
             self._hear_last(engine)
-            self._fail(f"the engine process has died ({_describe(engine.process.returncode)})")
+            leads = " (rank 0)" if self._engine_config.tensor_parallel_size > 1 else ""
+            self._fail(f"the engine process{leads} has died ({_describe(engine.process.returncode)})")
         for worker in list(self._workers):
             if worker.process.poll() is None:
                 continue
@@ -278,6 +301,16 @@ class Supervisor:
             else:
                 logger.error("front end %d has died (%s); it is replaced", worker.number, why)
                 self._start_worker()
+
+    def _see_stopped_engine(self, now: float) -> None:
+        """Without their leader the other ranks end by themselves; then the server has to as well."""
+        engine = self._engine
+        if engine is None or self._ending or self._engine_config.tensor_parallel_size == 1:
+            return
+        if not is_stopped(engine.process.pid):
+            self._engine_runs = now
+        elif now - self._engine_runs > STOPPED_SECONDS:
+            self._fail(f"rank 0 (pid {engine.process.pid}, the engine process) hangs: its process is stopped (SIGSTOP)")
 
     @property
     def _ending(self) -> bool:
