@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 from stretto.distributed.transport.base import FollowerTransport, LeaderTransport, Limits
@@ -13,12 +14,12 @@ MOST_RANKS = 1024
 
 
 def choose(name: str, single_host: bool) -> str:
-    """The transport's name: `auto` is shared memory on one host and ZeroMQ between hosts (docs/control-plane.md).
+    """The transport's name: `auto` is shared memory on one host (Linux), else ZeroMQ (docs/control-plane.md).
 
     Raises ValueError for an unknown name, or for shared memory between hosts.
     """
     if name == "auto":
-        return "shared_memory" if single_host else "zeromq"
+        return "shared_memory" if single_host and hasattr(os, "memfd_create") else "zeromq"
     if name not in NAMES:
         raise ValueError(f"no control-plane transport is called {name!r}; choose one of: auto, {', '.join(NAMES)}")
     if name == "shared_memory" and not single_host:
