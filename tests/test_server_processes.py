@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,46 @@ LONG = {"prompt": "the quick", "max_tokens": 4000, "n": 2}
 OPTIONS = ("--max-model-len", "4096", "--max-num-seqs", "4", "--no-access-log")
 
 
+KEY = {"authorization": "Bearer secret-key"}
+
+
+class TwoFrontEnds:
+    """A server with two front ends and a key, for tests that leave it running and for one that does not."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._server: ServerProcess | None = None
+
+    def running(self) -> ServerProcess:
+        """The server; a new one if the last was ended."""
+        if self._server is not None and self._server.process.poll() is not None:
+            self.stop()
+        if self._server is None:
+            server = ServerProcess(self._model, *OPTIONS, "--api-workers", "2", "--api-key", "secret-key")
+            server.headers = KEY
+            self._server = server.__enter__()
+        return self._server
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+
+@pytest.fixture(scope="module")
+def two_front_ends(dummy_model: Path) -> Iterator[TwoFrontEnds]:
+    kept = TwoFrontEnds(dummy_model)
+    yield kept
+    kept.stop()
+
+
 class Stream:
     """A streaming completion that is read in a thread."""
 
     def __init__(self, server: ServerProcess, **fields: Any) -> None:
         self.status = 0
         self.data = b""
+        self._headers = server.headers
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
         self._body = json.dumps({**LONG, "stream": True, **fields})
         self.thread = threading.Thread(target=self._read, daemon=True)
@@ -31,7 +66,7 @@ class Stream:
 
     def _read(self) -> None:
         try:
-            self._connection.request("POST", "/v1/completions", self._body)
+            self._connection.request("POST", "/v1/completions", self._body, self._headers)
             response = self._connection.getresponse()
             self.status = response.status
             while part := response.read1(65536):
@@ -50,6 +85,47 @@ class Stream:
     @property
     def events(self) -> list[Any]:
         return [json.loads(line[6:]) for line in self.data.split(b"\n\n") if line.startswith(b"data: {")]
+
+
+def test_the_private_directory_is_private(two_front_ends: TwoFrontEnds) -> None:
+    server = two_front_ends.running()
+    (name,) = server.leftovers()
+    directory = Path(server._scratch.name) / name
+    assert directory.stat().st_mode & 0o777 == 0o700
+    for file in directory.glob("*.json"):
+        assert file.stat().st_mode & 0o777 == 0o600
+    commands = [command for pid, command in server.children().items()]
+    assert not any("secret-key" in command for command in commands)
+
+
+def test_a_killed_front_end_is_replaced_and_the_others_go_on(two_front_ends: TwoFrontEnds) -> None:
+    server = two_front_ends.running()
+    expected = server.post("/v1/completions", {"prompt": "fox", "seed": 3, "max_tokens": 300})[1]["choices"]
+    old = server.worker_pids
+    streams = [Stream(server, n=1, seed=3, prompt="fox", max_tokens=300) for _ in range(8)]
+    for stream in streams:
+        stream.wait_for_data()
+    os.kill(old[0], signal.SIGKILL)
+    whole = [stream for stream in streams if b"[DONE]" in stream.result()]
+    for stream in whole:
+        assert "".join(event["choices"][0]["text"] for event in stream.events) == expected[0]["text"]
+    wait_until(lambda: len(server.worker_pids) == 2 and old[0] not in server.worker_pids, "a new front end")
+    wait_until(lambda: server.is_idle(), "the engine to be idle")
+    for _ in range(4):
+        status, answer = server.post("/v1/completions", {"prompt": "fox", "seed": 3, "max_tokens": 300})
+        assert (status, answer["choices"][0]["text"]) == (200, expected[0]["text"])
+
+
+def test_children_of_a_killed_parent_leave_and_clean_up(two_front_ends: TwoFrontEnds) -> None:
+    server = two_front_ends.running()
+    pids = list(server.children())
+    assert len(pids) == 3
+    stream = Stream(server)
+    stream.wait_for_data()
+    server.process.kill()
+    wait_until(lambda: not any(map(alive, pids)), "the children to leave")
+    stream.result()
+    assert server.leftovers() == []
 
 
 def test_a_killed_engine_ends_requests_with_an_error_and_the_server(dummy_model: Path) -> None:
@@ -79,36 +155,6 @@ def test_a_stuck_engine_is_noticed_and_ended(dummy_model: Path) -> None:
         assert b'"engine_dead"' in stream.result()
         assert server.process.wait(PATIENCE) == 1
         assert not alive(engine)
-
-
-def test_a_killed_front_end_is_replaced_and_the_others_go_on(dummy_model: Path) -> None:
-    with ServerProcess(dummy_model, *OPTIONS, "--api-workers", "2") as server:
-        expected = server.post("/v1/completions", {"prompt": "fox", "seed": 3, "max_tokens": 300})[1]["choices"]
-        old = server.worker_pids
-        streams = [Stream(server, n=1, seed=3, prompt="fox", max_tokens=300) for _ in range(8)]
-        for stream in streams:
-            stream.wait_for_data()
-        os.kill(old[0], signal.SIGKILL)
-        whole = [stream for stream in streams if b"[DONE]" in stream.result()]
-        for stream in whole:
-            assert "".join(event["choices"][0]["text"] for event in stream.events) == expected[0]["text"]
-        wait_until(lambda: len(server.worker_pids) == 2 and old[0] not in server.worker_pids, "a new front end")
-        wait_until(lambda: server.is_idle(), "the engine to be idle")
-        for _ in range(4):
-            status, answer = server.post("/v1/completions", {"prompt": "fox", "seed": 3, "max_tokens": 300})
-            assert (status, answer["choices"][0]["text"]) == (200, expected[0]["text"])
-
-
-def test_children_of_a_killed_parent_leave_and_clean_up(dummy_model: Path) -> None:
-    with ServerProcess(dummy_model, *OPTIONS, "--api-workers", "2") as server:
-        pids = list(server.children())
-        assert len(pids) == 3
-        stream = Stream(server)
-        stream.wait_for_data()
-        server.process.kill()
-        wait_until(lambda: not any(map(alive, pids)), "the children to leave")
-        stream.result()
-        assert server.leftovers() == []
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(dummy_model: Path) -> None:
@@ -163,14 +209,3 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, dummy_model: Path) 
     with pytest.raises(AssertionError, match="max_model_len"), bad:
         pass
     assert bad.stop() == 2
-
-
-def test_the_private_directory_is_private(dummy_model: Path) -> None:
-    with ServerProcess(dummy_model, *OPTIONS, "--api-key", "secret-key") as server:
-        (name,) = server.leftovers()
-        directory = Path(server._scratch.name) / name
-        assert directory.stat().st_mode & 0o777 == 0o700
-        for file in directory.glob("*.json"):
-            assert file.stat().st_mode & 0o777 == 0o600
-        commands = [command for pid, command in server.children().items()]
-        assert not any("secret-key" in command for command in commands)

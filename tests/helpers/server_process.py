@@ -36,6 +36,8 @@ class ServerProcess:
         self._env["TMPDIR"] = self._scratch.name
         self.log: list[str] = []
         self.url = ""
+        self.headers: dict[str, str] = {}
+        """Sent with every request that does not bring its own."""
 
     def __enter__(self) -> Self:
         self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, env=self._env, text=True)
@@ -133,7 +135,7 @@ class ServerProcess:
     ) -> tuple[int, bytes, dict[str, str]]:
         """Status, body and headers."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers or {}, method=method)
+        request = urllib.request.Request(self.url + path, data, headers or self.headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as response:
                 return response.status, response.read(), dict(response.headers)
