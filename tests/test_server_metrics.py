@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from stretto.runtime import RuntimeStats
+from stretto.server import metrics
 from tests.helpers.server_process import ServerProcess
 
 
@@ -23,6 +27,22 @@ def test_metrics_count_what_was_done(server: ServerProcess) -> None:
     assert server.metric("num_pages") > 0
     assert server.metric("engine_steps_total") >= 20
     assert 0 <= server.metric("bubble_share") < 1
+
+
+def test_cached_prompt_tokens_are_counted(server: ServerProcess) -> None:
+    body = {"prompt": [201 + i % 60 for i in range(150)], "max_tokens": 2}
+    server.post("/v1/completions", body)
+    before = server.metric("prefix_cache_hits_total")
+    _, answer = server.post("/v1/completions", body)
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    assert server.metric("prefix_cache_hits_total") - before == cached
+    assert server.metric("num_cached_pages") > 0
+
+
+def test_every_figure_that_is_shown_is_one_that_the_engine_has() -> None:
+    shown = {*metrics.ENGINE_GAUGES, *metrics.ENGINE_COUNTERS}
+    assert shown <= {field.name for field in fields(RuntimeStats)}
 
 
 def test_metrics_are_prometheus_text_and_histograms_add_up(server: ServerProcess) -> None:

@@ -22,7 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
 
-_ENGINE_GAUGES = {
+ENGINE_GAUGES = {
     "num_running": ("num_requests_running", "Requests that the engine computes."),
     "num_waiting": ("num_requests_waiting", "Requests that wait for a slot."),
     "bubble_share": ("bubble_share", "Share of device time without work although a request was runnable."),
@@ -30,9 +30,10 @@ _ENGINE_GAUGES = {
     "overlap_window_s": ("overlap_window_seconds", "Mean time of a step in which the host can work for free."),
     "overlap_depth": ("overlap_depth", "Steps that may be launched and not yet processed."),
     "num_pages": ("num_pages", "KV pages that requests can hold."),
-    "num_free_pages": ("num_free_pages", "KV pages that nobody holds."),
+    "num_free_pages": ("num_free_pages", "KV pages that requests could take now, unused cached ones included."),
+    "num_cached_pages": ("num_cached_pages", "KV pages that the prefix cache holds, those in use included."),
 }
-_ENGINE_COUNTERS = {
+ENGINE_COUNTERS = {
     "steps": ("engine_steps", "Steps processed."),
     "prompt_tokens": ("engine_prompt_tokens", "Prompt tokens computed, again after preemptions included."),
     "output_tokens": ("engine_generation_tokens", "Tokens generated, those of left clients included."),
@@ -46,8 +47,7 @@ _ENGINE_COUNTERS = {
     "process_s": ("host_process_seconds", "Host time of the loop: using results."),
     "preemptions": ("num_preemptions", "Requests that had to give their pages back."),
     "hidden_syncs": ("hidden_syncs", "Unplanned waits of the host for the device."),
-    "cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "cache_hits": ("prefix_cache_hits", "Prompt tokens whose KV came from the prefix cache."),
+    "cached_tokens": ("prefix_cache_hits", "Prompt tokens whose KV came from the prefix cache."),
 }
 
 
@@ -138,12 +138,12 @@ class _EngineFigures:
 
     def collect(self) -> Iterable[Metric]:
         """For prometheus_client."""
-        for key, (name, text) in _ENGINE_GAUGES.items():
+        for key, (name, text) in ENGINE_GAUGES.items():
             if key in self._figures:
                 gauge = GaugeMetricFamily(f"stretto:{name}", text, labels=("model_name",))
                 gauge.add_metric((self._model,), self._figures[key])
                 yield gauge
-        for key, (name, text) in _ENGINE_COUNTERS.items():
+        for key, (name, text) in ENGINE_COUNTERS.items():
             if key in self._figures:
                 counter = CounterMetricFamily(f"stretto:{name}", text, labels=("model_name",))
                 counter.add_metric((self._model,), self._figures[key])
