@@ -13,6 +13,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from stretto.distributed.transport import FollowerTransport, LeaderTransport, connect, listen
@@ -59,34 +60,39 @@ def run_leader(plan: Plan, directory: Path, parent: socket.socket) -> None:
         for load in (False, True):
             parent.sendall(b'{"load": %s}\n' % (b"true" if load else b"false"))
             parent.recv(1)
-            for row in _lead(plan, leader, back, load):
+            for row in _lead(plan, leader, back):
                 out.write(json.dumps({"load": load} | row) + "\n")
     _say(leader, {"phase": "end"})
     leader.close()
     back.close()
 
 
-def _lead(plan: Plan, leader: LeaderTransport, back: FollowerTransport, load: bool) -> list[dict[str, Any]]:
+def _lead(plan: Plan, leader: LeaderTransport, back: FollowerTransport) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     _say(leader, {"phase": "idle"})
     time.sleep(plan.idle_s)
     leader.publish(b"over")
     back.receive(None)
     for size in plan.sizes:
-        data = os.urandom(size)
+        data, row = os.urandom(size), {}
         for phase in ("paced", "trips", "flood"):
-            # Under load a rank may not run for long: without answers, what is measured would be the queue before it.
-            answered = phase == "trips" or (phase == "paced" and load)
+            # Where ranks are more than cores, one may not run for long: without answers, paced messages would measure
+            # the queue before it.
+            answered = phase != "flood"
             _say(leader, {"phase": phase, "size": size, "answered": answered})
             back.receive(None)
-            row = _PHASES[phase](plan, leader, back if answered else None, data)
+            if phase == "flood":  # what a slow transport has queued must be read before the next phase
+                most = max(50, round(10 * plan.seconds / (median(row["trips"]) / 1e9)))
+                row = _flood(plan, leader, data, most)
+            else:
+                row = (_paced if phase == "paced" else _trips)(plan, leader, back, data)
             rows.append({"phase": phase, "size": size} | row)
             leader.publish(b"over")
             back.receive(None)
     return rows
 
 
-def _paced(plan: Plan, leader: LeaderTransport, back: FollowerTransport | None, data: bytes) -> dict[str, Any]:
+def _paced(plan: Plan, leader: LeaderTransport, back: FollowerTransport, data: bytes) -> dict[str, Any]:
     """One message at a time, with a pause in which everybody falls asleep."""
     pause_s = plan.pause_s + len(data) * plan.size / 5e8  # and to have read it
     used = cpu_s()
@@ -101,34 +107,29 @@ def _paced(plan: Plan, leader: LeaderTransport, back: FollowerTransport | None, 
         leader.publish(data)
         sent.append(before)
         took.append(time.monotonic_ns() - before)
-        if back is not None:
-            back.receive(None)
+        back.receive(None)
     return {"sent": sent, "took": took, "cpu": (cpu_s() - used) / len(sent) - pause_cpu}
 
 
-def _trips(plan: Plan, leader: LeaderTransport, back: FollowerTransport | None, data: bytes) -> dict[str, Any]:
+def _trips(plan: Plan, leader: LeaderTransport, back: FollowerTransport, data: bytes) -> dict[str, Any]:
     """There, and back from the last rank over a control plane that it leads."""
     trips = []
     end = time.monotonic() + plan.seconds
     while len(trips) < plan.trips and (time.monotonic() < end or len(trips) < 10):
         before = time.monotonic_ns()
         leader.publish(data)
-        if back is not None:
-            back.receive(None)
+        back.receive(None)
         trips.append(time.monotonic_ns() - before)
     return {"trips": trips}
 
 
-def _flood(plan: Plan, leader: LeaderTransport, back: FollowerTransport | None, data: bytes) -> dict[str, Any]:
-    """As fast as it goes: until the slowest has read the last one."""
+def _flood(plan: Plan, leader: LeaderTransport, data: bytes, most: int) -> dict[str, Any]:
+    """As fast as it goes, at most `most` messages: until the slowest has read the last one."""
     before, used, count = time.monotonic(), cpu_s(), 0
-    while time.monotonic() - before < plan.seconds:
+    while count < most and time.monotonic() - before < plan.seconds:
         leader.publish(data)
         count += 1
     return {"begin": before, "count": count, "cpu": (cpu_s() - used) / count}
-
-
-_PHASES = {"paced": _paced, "trips": _trips, "flood": _flood}
 
 
 def run_follower(plan: Plan, rank: int, address: str, directory: Path) -> None:
