@@ -6,7 +6,7 @@ trip, throughput, and processor time per message; and what a rank that waits cos
 
     python benchmarks/control_plane.py --quick                 # under 3 minutes
     python benchmarks/control_plane.py                         # about 12 minutes
-    python benchmarks/control_plane.py --engine                # also a real engine of two ranks on each transport
+    python benchmarks/control_plane.py --engine                # also a real engine of three ranks on each transport
 
 Writes benchmarks/results/control_plane.json, docs/images/control-plane.svg, and the tables of docs/control-plane.md
 (only with the default places). Linux.
@@ -144,9 +144,12 @@ def run(quick: bool) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer messages; everything is still covered")
-    parser.add_argument("--engine", action="store_true", help="also run a real engine of two ranks on each transport")
+    parser.add_argument(
+        "--engine", action="store_true", help="also run a real engine of several ranks on each transport"
+    )
     parser.add_argument("--only-engine", action="store_true", help="keep the other figures of the file as they are")
     parser.add_argument("--model", default="smollm2-135m", help="for --engine")
+    parser.add_argument("--ranks", type=int, default=3, help="for --engine; the model's heads must divide by it")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, default=PLOT)
     arguments = parser.parse_args()
@@ -165,7 +168,7 @@ def main() -> None:
     if arguments.engine or arguments.only_engine:
         from control_plane_engine import measure_engines
 
-        report["engine"] = measure_engines(arguments.model, arguments.quick)
+        report["engine"] = measure_engines(arguments.model, arguments.ranks, arguments.quick)
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print(f"figures: {arguments.json}")
     if "rows" in report:

@@ -1,4 +1,4 @@
-"""What the control plane does to a real engine of two ranks: bubbles and speed with each transport, in turns.
+"""What the control plane does to a real engine of several ranks: bubbles and speed with each transport, in turns.
 
 Every engine is loaded once; then they take turns, so that a change of the machine hits all of them. One rank alone runs
 with them: what tensor parallelism itself costs is not the transport's.
@@ -14,23 +14,21 @@ from typing import Any
 from stretto import LLM, SamplingParams
 from stretto.bench.throughput import Workload, make_prompts
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "shared memory": {"tensor_parallel_size": 2, "control_transport": "shared-memory"},
-    "zeromq": {"tensor_parallel_size": 2, "control_transport": "zeromq"},
-    "gloo": {"tensor_parallel_size": 2, "control_transport": "gloo"},
-}
+TRANSPORTS = {"shared memory": "shared-memory", "zeromq": "zeromq", "gloo": "gloo"}
 
 
-def measure_engines(model: str, quick: bool) -> dict[str, dict[str, float]]:
-    """By transport: medians over the rounds of the leader's bubble share, occupancy, and tokens per second."""
+def measure_engines(model: str, ranks: int, quick: bool) -> dict[str, dict[str, float]]:
+    """By transport, `ranks` each: medians of the leader's bubble share, step time and tokens per second."""
     rounds, tokens = (3, 24) if quick else (7, 96)
-    figures: dict[str, list[dict[str, float]]] = {name: [] for name in ENGINES}
+    options: dict[str, dict[str, Any]] = {"one rank": {}}
+    for name, transport in TRANSPORTS.items():
+        options[f"{ranks} ranks, {name}"] = {"tensor_parallel_size": ranks, "control_transport": transport}
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in options}
     with ExitStack() as stack:
         engines = {}
-        for name, options in ENGINES.items():
+        for name, own in options.items():
             print(f"loading: {name}", flush=True)
-            engines[name] = stack.enter_context(LLM(model, max_model_len=512, max_num_seqs=8, **options))
+            engines[name] = stack.enter_context(LLM(model, max_model_len=512, max_num_seqs=8, **own))
         for turn in range(rounds + 1):
             for name, llm in engines.items():
                 figure = _run(llm, tokens)

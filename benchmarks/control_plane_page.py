@@ -32,7 +32,7 @@ def tables(report: dict[str, Any]) -> str:
         + ".",
     ]
     if "engine" in report:
-        parts += ["A real engine of two ranks (medians):", _engine(report["engine"])]
+        parts += ["A real engine, SmolLM2-135M on the CPU, batch 4 (medians):", _engine(report["engine"])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -59,7 +59,7 @@ def _panel(
     rows: list[dict[str, Any]], transports: list[str], x: float, y: float, width: float, span: tuple[int, int]
 ) -> list[str]:
     sizes = sorted({row["bytes"] for row in rows})
-    left, right, top, base = x + 52, x + width - 18, y + 14, y + _PANEL_HEIGHT - 30
+    left, right, top, base = x + 76, x + width - 18, y + 14, y + _PANEL_HEIGHT - 30
     parts = [f'<rect class="card" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_PANEL_HEIGHT}" rx="10"/>']
 
     def place(size: int) -> float:
