@@ -455,6 +455,6 @@ class Runtime:
             while not self.loop.stopped:
                 self.step()
         except StrettoError as error:
-            logger.warning("the ranks end without a last turn: %s", error)
+            logger.warning("the ranks end without a last turn: %s", str(error))  # its frames hold a lot
             return False
         return True

@@ -6,6 +6,7 @@ The ranks are real processes that meet, agree and end as real ones do, but load 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from stretto.config import EngineConfig
+from stretto.distributed import watch
 from stretto.distributed.agreement import environment_facts, option_facts, version_facts
+from stretto.distributed.follower import Follower
 from stretto.distributed.launch import host_ranks, start_ranks
 from stretto.distributed.link import PROTOCOL, Beat, Digest, Failed, Hello, Link
 from stretto.distributed.place import Place
-from stretto.distributed.rendezvous import open_listener
+from stretto.distributed.rendezvous import connect_to_leader, open_listener
 from stretto.distributed.stuck import find_stuck
 from stretto.distributed.watch import Watch
 from stretto.errors import EngineBroken, InvalidRequest
@@ -313,13 +316,61 @@ def test_a_further_host_with_other_options_ends_with_the_message() -> None:
     port = free_port()
     config = EngineConfig("model", tensor_parallel_size=2, nnodes=2, dist_init_addr=f"127.0.0.1:{port}", seed=1)
     place = Place(0, 2, 0, 1, ("127.0.0.1", port))
-    watch = Watch(place, open_listener(place), facts_of(config), list)
+    leader = Watch(place, open_listener(place), facts_of(config), list)
     other = EngineConfig(
         "model", tensor_parallel_size=2, nnodes=2, node_rank=1, dist_init_addr=f"127.0.0.1:{port}", seed=2
     )
     with pytest.raises(EngineBroken, match="seed is 2 on rank 1, but 1 on rank 0; start all ranks alike"):
         host_ranks(other, Place(1, 2, 0, 1, ("127.0.0.1", port)))
-    watch.close(orderly=False)
+    leader.close(orderly=False)
+
+
+# -- a leader that is lost --------------------------------------------------------------------------------------------
+
+
+class Ended:
+    """Why a follower was told to end."""
+
+    def __init__(self) -> None:
+        self.reasons: list[tuple[str, bool]] = []
+
+    def __call__(self, reason: str, told: bool) -> None:
+        self.reasons.append((reason, told))
+
+    def wait(self) -> tuple[str, bool]:
+        until = time.monotonic() + 9.0
+        while not self.reasons:
+            assert time.monotonic() < until, "the follower goes on"
+            time.sleep(0.01)
+        return self.reasons[0]
+
+
+@pytest.mark.parametrize("loss", ["gone", "hangs", "no rank"])
+def test_a_follower_sees_that_its_leader_is_lost(monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    monkeypatch.setattr(watch, "HANG_SECONDS", 0.5)
+    with open_listener(Place(0, 2, 0, 1, None)) as listener:
+        ended = Ended()
+        place = Place(1, 2, 0, 1, listener.getsockname())
+        follower = Follower(EngineConfig("model", tensor_parallel_size=2), place, None, ended)
+        leader, _ = listener.accept()
+        if loss == "gone":
+            leader.close()
+        elif loss == "no rank":
+            leader.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+        reason, told = ended.wait()
+        leader.close()
+    said = {"gone": "the leader (rank 0) is gone", "hangs": "the leader (rank 0) hangs: no sign", "no rank": "talks"}
+    assert said[loss] in reason
+    assert not told
+    with pytest.raises(EngineBroken, match=re.escape(reason)):
+        follower.check()
+    follower.watchdog.leave(0)
+
+
+def test_a_follower_that_finds_no_leader_says_where_it_looked() -> None:
+    place = Place(1, 2, 0, 1, ("127.0.0.1", free_port()))
+    with pytest.raises(EngineBroken, match=rf"rank 1 found no leader at 127.0.0.1:{place.address[1]}"):  # type: ignore[index]
+        connect_to_leader(place, seconds=0.0)
 
 
 # -- who is stuck ----------------------------------------------------------------------------------------------------
