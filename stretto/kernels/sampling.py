@@ -1,8 +1,10 @@
-"""Greedy and temperature sampling in three small kernels that read the logits at most twice, in their own dtype.
+"""Sampling in small kernels that read the logits in their own dtype: at most twice, if no row has a filter.
 
-The same choice as `engine/sampler.py` makes of rows without filters: argmax p / E with E = -log1p(-u), u from the
+The same choice as `engine/sampler.py` makes: argmax p / E with E = -log1p(-u), u from the
 counter-based numbers of `engine/random.py`. The random bits are equal to the bit; exp and log differ in last bits, so a
-token could differ only where two scores are that close. Legend: S sampled rows, V vocabulary, G blocks of it, R slots.
+token could differ only where two scores are that close; what a row gets depends, to the bit, on nothing but its own
+logits and parameters. Which tokens filters keep is `sampling_filters`'. Legend: S sampled rows, V vocabulary, G blocks
+of it, R slots, E stop ids.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.launch import options
+from stretto.kernels.sampling_boundary import token_ranks
+from stretto.kernels.sampling_filters import RowFilters, find_boundaries
 
 _BLOCK = 4096
 
@@ -38,16 +42,46 @@ class SampleScratch:
     maximum_id_SG: Tensor
     score_SG: Tensor
     score_id_SG: Tensor
+    block: int
+    """Tokens of a block."""
 
     @classmethod
-    def allocate(cls, max_rows: int, vocabulary: int, device: torch.device) -> SampleScratch:
-        """Room for `max_rows` rows of `vocabulary` logits."""
-        shape = (max_rows, triton.cdiv(vocabulary, _BLOCK))
+    def allocate(cls, max_rows: int, vocabulary: int, device: torch.device, *, block: int = _BLOCK) -> SampleScratch:
+        """Room for `max_rows` rows of `vocabulary` logits. `block` (a power of two up to 4096) changes no result."""
+        shape = (max_rows, triton.cdiv(vocabulary, block))
         return cls(
             torch.zeros(shape, dtype=torch.float32, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.float32, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
+            block,
+        )
+
+
+# hot path
+def mask_stop_ids(
+    logits_SV: Tensor, slot_S: Tensor, position_S: Tensor, min_position_R: Tensor, stop_ids_RE: Tensor
+) -> None:
+    """Set the logits of the stop tokens of rows still before their `min_position` to -inf, in place. Never blocks.
+
+    Stop ids as in `engine.tables.DeviceTables`: padded with -1. A stop token whose logit is NaN or +inf keeps it, so
+    that its row fails as it would without a mask.
+    """
+    ids = stop_ids_RE.shape[1]
+    if ids:
+        _mask_stop_ids[(logits_SV.shape[0],)](
+            logits_SV,
+            slot_S,
+            position_S,
+            min_position_R,
+            stop_ids_RE,
+            logits_SV.stride(0),
+            stop_ids_RE.stride(0),
+            VOCABULARY=logits_SV.shape[1],
+            IDS=ids,
+            IDS_PAD=triton.next_power_of_2(ids),
+            num_warps=1,
+            **options(logits_SV.device),
         )
 
 
@@ -64,15 +98,17 @@ def sample_rows(
     scratch: SampleScratch,
     *,
     greedy_only: bool = False,
+    filters: RowFilters | None = None,
 ) -> None:
     """Choose a token for each row of logits (any float dtype), feed it back, advance the row's length. Never blocks.
 
     Writes `tokens_S` (int64; -1: the row failed, as in `engine.sampler.sample`), `token_ids[slot, position]` (0 for a
     failed row) and `length[slot] = position`. Rows of slot 0 are padding: only their `tokens_S` is written.
-    `greedy_only`: the host knows that no row is random.
+    `greedy_only`: the host knows that no row is random. Without `filters` it knows that no random row has any.
     """
     rows, vocabulary = logits_SV.shape
-    blocks = triton.cdiv(vocabulary, _BLOCK)
+    block = scratch.block
+    blocks = triton.cdiv(vocabulary, block)
     launch = options(logits_SV.device)
     stride = scratch.maximum_SG.stride(0)
     _row_maxima[(blocks, rows)](
@@ -82,11 +118,16 @@ def sample_rows(
         logits_SV.stride(0),
         stride,
         VOCABULARY=vocabulary,
-        BLOCK=_BLOCK,
+        BLOCK=block,
         num_warps=8,
         **launch,
     )
     if not greedy_only:
+        # Without filters nobody looks at a boundary.
+        limit_S, last_S = scratch.score_id_SG, scratch.score_id_SG
+        if filters is not None:
+            find_boundaries(logits_SV, slot_S, temperature_R, filters, scratch.maximum_SG, block)
+            limit_S, last_S = filters.scratch.limit_S, filters.scratch.last_S
         _draw[(blocks, rows)](
             logits_SV,
             slot_S,
@@ -94,14 +135,17 @@ def sample_rows(
             temperature_R,
             seed_R,
             scratch.maximum_SG,
+            limit_S,
+            last_S,
             scratch.score_SG,
             scratch.score_id_SG,
             logits_SV.stride(0),
             stride,
             VOCABULARY=vocabulary,
-            BLOCK=_BLOCK,
+            BLOCK=block,
             BLOCKS=blocks,
             BLOCKS_PAD=triton.next_power_of_2(blocks),
+            FILTERED=filters is not None,
             num_warps=8,
             **launch,
         )
@@ -124,6 +168,35 @@ def sample_rows(
         num_warps=1,
         **launch,
     )
+
+
+@triton.jit
+def _mask_stop_ids(
+    logits_ptr,
+    slot_ptr,
+    position_ptr,
+    min_position_ptr,
+    stop_ids_ptr,
+    logits_stride,
+    ids_stride,
+    VOCABULARY: tl.constexpr,
+    IDS: tl.constexpr,
+    IDS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, IDS_PAD)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(slot_ptr + row)
+    if tl.load(position_ptr + row) < tl.load(min_position_ptr + slot):
+        ids = tl.load(stop_ids_ptr + slot * ids_stride + e, mask=e < IDS, other=-1)
+        is_id = (ids >= 0) & (ids < VOCABULARY)
+        at = logits_ptr + row * logits_stride + ids
+        # Neither NaN nor +inf is less than it.
+        is_usable = tl.load(at, mask=is_id, other=float("inf")).to(tl.float32) < float("inf")
+        tl.store(at, float("-inf"), mask=is_id & is_usable)
 
 
 @triton.jit
@@ -186,6 +259,8 @@ def _draw(
     temperature_ptr,
     seed_ptr,
     maximum_ptr,
+    limit_ptr,
+    last_ptr,
     score_ptr,
     score_id_ptr,
     logits_stride,
@@ -194,6 +269,7 @@ def _draw(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
+    FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -212,6 +288,11 @@ def _draw(
         noise = exponential(tl.load(seed_ptr + slot), tl.load(position_ptr + row), v)
         score = tl.exp(-distance) / noise
         score = tl.where((v < VOCABULARY) & (score == score), score, -1.0)
+        if FILTERED:
+            limit = tl.load(limit_ptr + row)
+            rank = token_ranks(x, best, temperature)
+            kept = (rank < limit) | ((rank == limit) & (v <= tl.load(last_ptr + row)))
+            score = tl.where(kept, score, -1.0)
         top = tl.max(score, 0)
         tl.store(score_ptr + row * stride + block, top)
         tl.store(score_id_ptr + row * stride + block, tl.min(tl.where(score == top, v, VOCABULARY), 0))

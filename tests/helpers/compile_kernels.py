@@ -52,7 +52,16 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
 def compile_all() -> None:
     """Every kernel, with shapes that take every branch of the launch functions."""
     triton.JITFunction.run = compile_instead
-    from stretto.kernels import decode_attention, elementwise, launch, plan, prefill_attention, rope_write, sampling
+    from stretto.kernels import (
+        decode_attention,
+        elementwise,
+        launch,
+        plan,
+        prefill_attention,
+        rope_write,
+        sampling,
+        sampling_filters,
+    )
     from stretto.kernels import small_matmul as products
 
     launch.dependent_launch = lambda device: True  # type: ignore[assignment]
@@ -81,7 +90,12 @@ def compile_all() -> None:
             products.small_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512), norm=norm, gate=gate)
     logits, scratch = bf16(3, 9001), sampling.SampleScratch.allocate(3, 9001, cpu)
     floats = torch.zeros(9)
-    sampling.sample_rows(logits, longs(3), longs(3), floats, longs(9), longs(9, 64), longs(9), longs(3), scratch)
+    rows = (longs(3), longs(3), floats, longs(9), longs(9, 64), longs(9), longs(3), scratch)
+    sampling.sample_rows(logits, *rows)
+    found = sampling_filters.FilterScratch.allocate(3, cpu)
+    filters = sampling_filters.RowFilters(longs(9), floats, floats, found)
+    sampling.sample_rows(logits, *rows, filters=filters)
+    sampling.mask_stop_ids(logits, longs(3), longs(3), longs(9), longs(9, 16))
     _compile_plan(plan, work)
 
 
