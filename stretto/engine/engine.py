@@ -127,18 +127,17 @@ class Engine:
         regions = (step.entry.results_region, step.entry.scored_region)
         self.device.host_access(reads=regions if num_scored else regions[:1])
         results, count = step.entry.results, len(step.plan.sampled_S)
-        tokens_S = cast(IntArray, results.tokens_S.array)[:count]
+        views, tops = results.views, step.plan.mix.num_logprobs
         lengths_B = cast(IntArray, results.lengths_B.array)[: len(step.plan.slots_B)] if self._checked else None
         scored = results.scored.view(num_scored) if num_scored else None
-        if step.plan.mix.num_logprobs < 0:
-            return StepResults(tokens_S, lengths_B=lengths_B, scored=scored)
-        tops = step.plan.mix.num_logprobs
+        if tops < 0:
+            return StepResults(views.tokens_S[:count], lengths_B=lengths_B, scored=scored)
         return StepResults(
-            tokens_S,
-            cast(npt.NDArray[np.float32], results.logprob_S.array)[:count],
-            cast(IntArray, results.rank_S.array)[:count],
-            cast(IntArray, results.top_ids_SL.array)[:count, :tops],
-            cast(npt.NDArray[np.float32], results.top_logprobs_SL.array)[:count, :tops],
+            views.tokens_S[:count],
+            views.logprob_S[:count],
+            views.rank_S[:count],
+            views.top_ids_SL[:count, :tops],
+            views.top_logprobs_SL[:count, :tops],
             lengths_B,
             scored,
         )
@@ -180,13 +179,9 @@ class Engine:
         self.tables.token_ids_RL[slot_S, position_S] = tokens_S.clamp(min=0)
 
     def _copy_results(self, plan: StepPlan, host: ResultBuffers) -> None:
-        device, count, rows = self.sampled, len(plan.sampled_S), len(plan.slots_B)
-        host.tokens_S.tensor[:count].copy_(device.tokens_S[:count], non_blocking=True)
-        if plan.mix.num_logprobs >= 0:
-            host.logprob_S.tensor[:count].copy_(device.logprob_S[:count], non_blocking=True)
-            host.rank_S.tensor[:count].copy_(device.rank_S[:count], non_blocking=True)
-            host.top_ids_SL.tensor[:count].copy_(device.top_ids_SL[:count], non_blocking=True)
-            host.top_logprobs_SL.tensor[:count].copy_(device.top_logprobs_SL[:count], non_blocking=True)
+        device, rows = self.sampled, len(plan.slots_B)
+        words = device.layout.words_of(len(plan.sampled_S), plan.mix.num_logprobs)
+        host.words.tensor[:words].copy_(device.words[:words], non_blocking=True)
         if plan.scored:
             host.scored.fill(self.scored, plan.num_scored)
         if self._checked:

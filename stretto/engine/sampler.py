@@ -16,6 +16,7 @@ import torch
 from stretto.engine.filters import distances, drop_filtered, kept_candidates
 from stretto.engine.logprobs import write_logprobs
 from stretto.engine.ordering import BLOCK, best_candidates, block_maxima, first_argmax
+from stretto.engine.packed_results import ResultLayout
 from stretto.engine.random import negative_exponentials, row_keys, token_lanes
 from stretto.engine.scratch import Scratch
 
@@ -88,8 +89,17 @@ class SamplingMix:
     @property
     def is_plain(self) -> bool:
         """Greedy rows and temperatures, nothing else."""
-        filters = self.any_top_k or self.any_top_p or self.any_min_p
-        return not (filters or self.any_min_tokens or self.adjusts or self.num_logprobs >= 0)
+        return not self.filters and self.only_chooses
+
+    @property
+    def filters(self) -> bool:
+        """Some random row keeps but a part of the vocabulary."""
+        return self.any_top_k or self.any_top_p or self.any_min_p
+
+    @property
+    def only_chooses(self) -> bool:
+        """Tokens are chosen from the logits as they are, and nothing else is asked of these."""
+        return not (self.any_min_tokens or self.adjusts or self.num_logprobs >= 0)
 
     @property
     def adjusts(self) -> bool:
@@ -156,20 +166,24 @@ class SampledOut:
     """int64: the best ids in that order. -1 for a failed row, and beyond the vocabulary's size."""
     top_logprobs_SL: torch.Tensor
     """float32: their log-probabilities. NaN where the id is -1."""
+    words: torch.Tensor
+    """int64: the buffer that all of these are views of."""
+    layout: ResultLayout
+    """Where they lie in it."""
     scratch: Scratch = field(default_factory=Scratch)
     """Temporaries, of no use to a reader."""
 
     @classmethod
     def allocate(cls, max_rows: int, max_logprobs: int, device: torch.device) -> SampledOut:
-        """Buffers for up to `max_rows` rows, with up to `max_logprobs` reported tokens each."""
-        wide = (max_rows, max_logprobs)
-        return cls(
-            tokens_S=torch.full((max_rows,), -1, dtype=torch.int64, device=device),
-            logprob_S=torch.full((max_rows,), torch.nan, dtype=torch.float32, device=device),
-            rank_S=torch.zeros((max_rows,), dtype=torch.int64, device=device),
-            top_ids_SL=torch.full(wide, -1, dtype=torch.int64, device=device),
-            top_logprobs_SL=torch.full(wide, torch.nan, dtype=torch.float32, device=device),
-        )
+        """Room for up to `max_rows` rows, with up to `max_logprobs` reported tokens each."""
+        layout = ResultLayout(max_rows, max_logprobs)
+        words = torch.zeros(layout.num_words, dtype=torch.int64, device=device)
+        views = layout.on_device(words)
+        views.tokens_S.fill_(-1)
+        views.logprob_S.fill_(torch.nan)
+        views.top_ids_SL.fill_(-1)
+        views.top_logprobs_SL.fill_(torch.nan)
+        return cls(*views, words, layout)
 
 
 # hot path

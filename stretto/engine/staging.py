@@ -15,6 +15,7 @@ import torch
 
 from stretto.config import SchedulerConfig
 from stretto.device.base import Device, Event, HostBuffer, Region
+from stretto.engine.packed_results import HostResults, ResultLayout
 from stretto.engine.scoring import ScoredOut
 from stretto.prompt_logprobs import Float32Array, Int32Array, ScoredTokens
 from stretto.request import MAX_LOGIT_BIAS
@@ -216,11 +217,10 @@ class ScoredBuffers:
 class ResultBuffers:
     """Results of a step: one entry per sampled row, tops padded to the largest number that may be asked for."""
 
-    tokens_S: HostBuffer
-    logprob_S: HostBuffer
-    rank_S: HostBuffer
-    top_ids_SL: HostBuffer
-    top_logprobs_SL: HostBuffer
+    words: HostBuffer
+    """int64, laid out as on the device."""
+    views: HostResults
+    """Of the words."""
     lengths_B: HostBuffer
     """Of all rows; only when everything is checked."""
     scored: ScoredBuffers
@@ -229,16 +229,10 @@ class ResultBuffers:
     @classmethod
     def pinned(cls, device: Device, config: SchedulerConfig) -> ResultBuffers:
         """Pinned host buffers for the largest step."""
-        rows, tops = config.max_rows, config.max_logprobs
-        return cls(
-            device.pinned((rows,), torch.int64),
-            device.pinned((rows,), torch.float32),
-            device.pinned((rows,), torch.int64),
-            device.pinned((rows, tops), torch.int64),
-            device.pinned((rows, tops), torch.float32),
-            device.pinned((rows,), torch.int64),
-            ScoredBuffers.pinned(device, config),
-        )
+        layout = ResultLayout(config.max_rows, config.max_logprobs)
+        words = device.pinned((layout.num_words,), torch.int64)
+        lengths_B = device.pinned((config.max_rows,), torch.int64)
+        return cls(words, layout.on_host(words.array), lengths_B, ScoredBuffers.pinned(device, config))
 
 
 @dataclass(frozen=True, slots=True)
