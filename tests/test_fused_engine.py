@@ -98,10 +98,21 @@ MIXES = {
     "penalties and a bias": SamplingParams(
         temperature=0, presence_penalty=1, repetition_penalty=1.2, logit_bias={7: 2}, max_tokens=5, ignore_eos=True
     ),
+    "everything": SamplingParams(
+        temperature=1.3,
+        top_k=9,
+        top_p=0.9,
+        min_p=0.01,
+        min_tokens=3,
+        stop_token_ids=[3, 4],
+        frequency_penalty=0.5,
+        logprobs=2,
+        max_tokens=4,
+    ),
 }
 
 
-@pytest.mark.parametrize("mix", MIXES if GPU else ["plain", "top-p"])
+@pytest.mark.parametrize("mix", MIXES if GPU else ["plain", "top-p", "everything"])
 def test_every_mix_gives_the_tokens_of_the_plain_runner(tiny: Tiny, mix: str) -> None:
     resolved, _ = tiny
     with started(resolved.path, max_num_seqs=4) as runtime:
@@ -161,3 +172,15 @@ def test_an_unchanged_batch_needs_no_plan(tiny: Tiny) -> None:
         outputs_of(runtime, [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     assert known[0] is False
     assert any(known)
+
+
+def test_the_warm_up_leaves_nothing_behind(tiny: Tiny) -> None:
+    """It runs the paths of steps with prompt chunks, every kind of sampling among them, on the padding row."""
+    resolved, expected = tiny
+    with started(resolved.path, max_num_seqs=2, max_num_batched_tokens=6) as runtime:
+        engine = runtime.engine
+        engine.stream.run(engine.runner._warm_up)  # type: ignore[attr-defined]
+        engine.stream.synchronize()
+        assert runtime.device.call(lambda: engine.tables.length_R.tolist()) == [0] * len(engine.tables.length_R)
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        assert outputs_of(runtime, PROMPTS[:1], params) == [expected[0][:2]]

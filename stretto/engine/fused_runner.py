@@ -9,6 +9,7 @@ Legend: T tokens, B rows, S sampled rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -17,17 +18,17 @@ import torch
 from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
-from stretto.engine.graphs import DecodeGraphs, ladder
-from stretto.engine.runner import MakeRunner, RunnerParts, choose, score_prompts
+from stretto.engine.adjustment import adjust
+from stretto.engine.graphs import FILTERED, FORWARD, NUM_KINDS, WHOLE, DecodeGraphs, ladder
+from stretto.engine.logprobs import write_logprobs
+from stretto.engine.runner import MakeRunner, RunnerParts, score_prompts
 from stretto.engine.sampler import SamplingMix
 from stretto.engine.staging import PlanLayout, pack
 from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_mixed
-from stretto.kernels.sampling import SampleScratch, sample_rows
+from stretto.kernels.sampling import SampleScratch, mask_stop_ids, sample_rows
+from stretto.kernels.sampling_filters import FilterScratch, RowFilters
 from stretto.models.fused import FusedDecoder
 from stretto.scheduler.batch import IntArray, StepPlan
-
-WHOLE, FORWARD = 0, 1
-"""Kinds of captured steps: with sampling, and up to the logits for mixes that plain torch samples."""
 
 
 def fused_runner(model: FusedDecoder, *, graphs: bool) -> MakeRunner:
@@ -46,8 +47,11 @@ class FusedRunner:
         self._kv_heads = model.config.num_kv_heads
         self._inputs = StepInputs.allocate(config.max_rows, config.max_num_batched_tokens, device)
         self._scratch = SampleScratch.allocate(config.max_rows, model.config.vocab_size, device)
+        tables = parts.tables
+        found = FilterScratch.allocate(config.max_rows, device)
+        self._filters = RowFilters(tables.top_k_R, tables.top_p_R, tables.min_p_R, found)
         sizes = ladder(config.max_rows)
-        self.graphs = DecodeGraphs(sizes, 2, self._decode) if graphs else None
+        self.graphs = DecodeGraphs(sizes, NUM_KINDS, self._decode) if graphs else None
         self._rows_known: IntArray | None = None
         """The rows that `inputs.slot_B` holds; the very array, as an unchanged batch keeps it."""
 
@@ -60,9 +64,11 @@ class FusedRunner:
     def _warm_up(self) -> None:
         """Run each path of a step with prompt chunks once, on the padding row: compiles its kernels."""
         config = self._parts.config
-        for past, decodes in ((0, 0), (1, 0), (0, 1), (0, config.max_rows - 1)):
+        several = config.max_rows - 1
+        runs = ((0, 0, _PLAIN), (1, 0, _PLAIN), (0, 1, _PLAIN), (0, several, _PLAIN), (0, 0, _BIASED), (0, 0, _ALL))
+        for past, decodes, mix in runs:
             tokens = min(32, config.max_model_len - 1, config.max_num_batched_tokens - decodes)
-            plan = _padding_plan(tokens, past, decodes)
+            plan = _padding_plan(tokens, past, decodes, mix)
             layout = PlanLayout.of(plan, config.max_stop_ids)
             words = np.zeros(layout.num_words, np.int32)
             pack(plan, layout, words)
@@ -85,11 +91,11 @@ class FusedRunner:
         if layout.num_prefill:
             self._run_mixed(plan, layout, staged)
         else:
-            kind = WHOLE if plan.mix.is_plain else FORWARD
+            mix, inputs = plan.mix, self._inputs
+            kind = (FILTERED if mix.filters else WHOLE) if mix.only_chooses else FORWARD
             logits_SV = self._decode_step(rows, kind)
             if kind == FORWARD:
-                inputs = self._inputs
-                self._sample_in_torch(plan, logits_SV[:rows], inputs.slot_B[:rows], inputs.context_B[:rows])
+                self._choose(mix, logits_SV[:rows], inputs.slot_B[:rows], inputs.context_B[:rows])
         if parts.lengths_B is not None:
             parts.lengths_B[:rows] = parts.tables.length_R[self._inputs.slot_B[:rows]]
 
@@ -116,8 +122,8 @@ class FusedRunner:
         model.embed_split(residual_BD)
         attention.begin(self._paged_step(rows, rows, fresh=True, longest=1))
         logits_SV = model.logits(*model.forward(residual_BD, attention.attend_projected))
-        if kind == WHOLE:
-            self._sample(logits_SV, inputs.slot_B, inputs.context_B)
+        if kind != FORWARD:
+            self._sample(logits_SV, inputs.slot_B, inputs.context_B, filters=kind == FILTERED)
         return logits_SV
 
     def _run_mixed(self, plan: StepPlan, layout: PlanLayout, staged: Tensor) -> None:
@@ -145,10 +151,7 @@ class FusedRunner:
             update_SD = None if update_TD is None else update_TD[last_S]
             logits_SV = model.logits(residual_TD[last_S], update_SD)
             slot_S, position_S = inputs.slot_S[: layout.num_sampled], inputs.position_S[: layout.num_sampled]
-            if plan.mix.is_plain:
-                self._sample(logits_SV, slot_S, position_S)
-            else:
-                choose(parts, plan, logits_SV.float(), slot_S, position_S)
+            self._choose(plan.mix, logits_SV, slot_S, position_S)
         if layout.num_scored:
 
             def logits_of(index_S: Tensor) -> Tensor:
@@ -158,7 +161,33 @@ class FusedRunner:
             score_prompts(parts, plan, layout, staged, logits_of)
         tables.length_R[inputs.slot_B[:rows]] = inputs.context_B[:rows]
 
-    def _sample(self, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor) -> None:
+    def _choose(self, mix: SamplingMix, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor) -> None:
+        """Sample from logits that nobody else needs, any mix; the order of things is `engine.sampler.sample`'s.
+
+        Every mix ends in the same kernels, so that a row's token does not depend on what its neighbours ask for.
+        """
+        tables, out = self._parts.tables, self._parts.sampled
+        raw_SV = logits_SV.float() if mix.adjusts or mix.num_logprobs >= 0 else logits_SV
+        if mix.adjusts:
+            logits_SV = adjust(raw_SV, tables.adjustment, tables.token_ids_RL, slot_S, position_S, mix, out.scratch)
+        elif logits_SV is raw_SV and mix.any_min_tokens and mix.num_logprobs >= 0:
+            logits_SV = raw_SV.clone()
+        if mix.any_min_tokens:
+            mask_stop_ids(logits_SV, slot_S, position_S, tables.min_position_R, tables.stop_ids_RE)
+        self._sample(logits_SV, slot_S, position_S, filters=mix.filters)
+        if mix.num_logprobs >= 0:
+            rows = raw_SV.shape[0]
+            write_logprobs(
+                raw_SV,
+                out.tokens_S[:rows],
+                mix.num_logprobs,
+                logprob_S=out.logprob_S[:rows],
+                rank_S=out.rank_S[:rows],
+                top_ids_SL=out.top_ids_SL[:rows],
+                top_logprobs_SL=out.top_logprobs_SL[:rows],
+            )
+
+    def _sample(self, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor, *, filters: bool) -> None:
         tables = self._parts.tables
         sample_rows(
             logits_SV,
@@ -170,11 +199,8 @@ class FusedRunner:
             tables.length_R,
             self._parts.sampled.tokens_S,
             self._scratch,
+            filters=self._filters if filters else None,
         )
-
-    def _sample_in_torch(self, plan: StepPlan, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor) -> None:
-        choose(self._parts, plan, logits_SV.float(), slot_S, position_S)
-        self._parts.tables.length_R[slot_S] = position_S
 
     def _paged_step(self, rows: int, num_decode: int, *, fresh: bool, longest: int, uniform: bool = False) -> PagedStep:
         inputs = self._inputs
@@ -193,7 +219,13 @@ class FusedRunner:
         )
 
 
-def _padding_plan(tokens: int, past: int, decodes: int) -> StepPlan:
+_PLAIN = SamplingMix(False, False, 0, False, False, False, -1)
+_BIASED = replace(_PLAIN, max_biases=1)
+_ALL = replace(_BIASED, any_top_p=True, any_min_tokens=True, num_logprobs=0)
+"""With adjusted logits sampling runs in float32, which are kernels of their own."""
+
+
+def _padding_plan(tokens: int, past: int, decodes: int, mix: SamplingMix) -> StepPlan:
     """A prompt chunk of the padding row after `past` tokens, behind `decodes` decode rows of it."""
     rows, none = decodes + 1, np.empty(0, np.int64)
     zeros_B = np.zeros(rows, np.int64)
@@ -213,5 +245,5 @@ def _padding_plan(tokens: int, past: int, decodes: int) -> StepPlan:
         page_id_U=none,
         max_pages=1,
         page_table_BM=None,
-        mix=SamplingMix(False, False, 0, False, False, False, -1),
+        mix=mix,
     )

@@ -16,6 +16,12 @@ import torch
 
 Result = TypeVar("Result")
 
+WHOLE, FILTERED, FORWARD = 0, 1, 2
+"""Kinds of decode steps: with sampling of rows without filters; with that of any filters; up to the logits, for steps
+in which something is done between them and the choice, or reported of them (minimum lengths, penalties, biases,
+log-probabilities)."""
+NUM_KINDS = 3
+
 
 def ladder(most: int) -> tuple[int, ...]:
     """Batch sizes to capture up to `most`: close where a padded row costs a noticeable part of a step."""

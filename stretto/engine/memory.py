@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.engine.graphs import ladder
+from stretto.engine.graphs import NUM_KINDS, ladder
 from stretto.engine.scoring import SLICE
 from stretto.errors import InvalidRequest
 from stretto.models.config import ModelConfig
@@ -81,7 +81,7 @@ def plan_memory(
     captured = 0
     if graphs:
         decode = max_num_seqs * (per_token + model.vocab_size) * element_bytes
-        captured = 2 * len(ladder(max_num_seqs)) * _GRAPH_BYTES + 2 * decode
+        captured = NUM_KINDS * (len(ladder(max_num_seqs)) * _GRAPH_BYTES + decode)
     return MemoryPlan(
         total=total,
         allowed=int(utilization * total),

@@ -158,7 +158,7 @@ def _search(
     return low, first
 
 
-@triton.jit(do_not_specialize=["logits_stride", "max_rows"])
+@triton.jit
 def finish(
     logits_ptr,
     slot_ptr,
@@ -223,15 +223,16 @@ def finish(
                 )  # fmt: skip
         if found == SEARCHING:
             # More equal, or nearly equal, tokens than fit.
-            data = (logits_ptr, row, logits_stride, row_best(maximum_ptr, row, maximum_stride, TILES), temperature)
+            best = row_best(maximum_ptr, row, maximum_stride, TILES)
+            whole = (logits_ptr, row, logits_stride, best, temperature)
             if by_count != 0:
-                limit, last = _search(target, low, high, limit, last, data, True, True, VOCABULARY, TILE, TILES)
+                limit, last = _search(target, low, high, limit, last, whole, True, True, VOCABULARY, TILE, TILES)
             if has_top_p:
                 if by_count != 0:
-                    total = _prefix(limit, last, limit, last, data, False, True, VOCABULARY, TILE, TILES)
+                    total = _prefix(limit, last, limit, last, whole, False, True, VOCABULARY, TILE, TILES)
                     target = target_mass(top_p, total)
                     low = low * 0
                     high = limit
-                limit, last = _search(target, low, high, limit, last, data, False, True, VOCABULARY, TILE, TILES)
+                limit, last = _search(target, low, high, limit, last, whole, False, True, VOCABULARY, TILE, TILES)
     tl.store(limit_ptr + row, limit.to(tl.int32))
     tl.store(last_ptr + row, last.to(tl.int32))

@@ -223,7 +223,7 @@ def _store(at, low, high, count_below, weight_below, target, by_count, found, si
     tl.store(at + 7, size)
 
 
-@triton.jit(do_not_specialize=["logits_stride", "max_rows", "max_partials", "parts", "index"])
+@triton.jit(do_not_specialize=["parts", "index"])
 def _narrow(
     logits_ptr,
     slot_ptr,
@@ -304,7 +304,7 @@ def _narrow(
             tl.store(into + _PIVOTS, weight_Q)
 
 
-@triton.jit(do_not_specialize=["logits_stride", "max_rows", "max_partials", "parts"])
+@triton.jit(do_not_specialize=["parts"])
 def _collect(
     logits_ptr,
     slot_ptr,
