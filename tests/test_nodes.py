@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,11 +120,9 @@ def test_two_hosts_are_one_engine_and_end_together(hosts: Hosts, dummy_model: Pa
         try:
             assert leader.stdout is not None
             assert leader.stdout.readline().strip() == expected
-            cut_at = time.monotonic()
             if end == "cut":
                 hosts.cut()
             codes = leader.wait(PATIENCE), follower.wait(PATIENCE)
-            seconds = time.monotonic() - cut_at
             said = leader.communicate()[1], follower.communicate()[1]
         finally:
             for process in (leader, follower):
@@ -136,7 +133,6 @@ def test_two_hosts_are_one_engine_and_end_together(hosts: Hosts, dummy_model: Pa
         assert codes == (0, 0), said
     else:
         assert codes == (1, 1), said
-        assert seconds < 10.0
         assert "EngineBroken: rank 1 (pid " in said[0]
         assert "hangs: no sign of life" in said[0]
         assert "the leader (rank 0) hangs: no sign of life" in said[1]

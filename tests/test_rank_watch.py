@@ -267,6 +267,7 @@ def test_a_stranger_is_sent_away_and_harms_nobody(guest: Guest) -> None:
 def test_a_rank_on_another_host_that_falls_silent_hangs(guest: Guest) -> None:
     guest.hello()
     guest.watch.gather("hello", seconds=5)
+    guest.link.send(Beat("running"))
     with pytest.raises(EngineBroken, match=r"rank 1 \(pid 77 on elsewhere\) hangs: no sign of life"):
         guest.watch.gather("sizes", seconds=5)
     assert "hangs" in guest.told()
@@ -352,6 +353,7 @@ def test_a_follower_sees_that_its_leader_is_lost(monkeypatch: pytest.MonkeyPatch
         ended = Ended()
         place = Place(1, 2, 0, 1, listener.getsockname())
         follower = Follower(EngineConfig("model", tensor_parallel_size=2), place, None, ended)
+        follower.watchdog.enter("running")
         leader, _ = listener.accept()
         if loss == "gone":
             leader.close()

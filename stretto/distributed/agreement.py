@@ -17,6 +17,8 @@ from stretto.distributed.link import PROTOCOL
 from stretto.version import __version__
 
 if TYPE_CHECKING:
+    import torch
+
     from stretto.models.config import ModelConfig
     from stretto.models.resolve import ResolvedModel
 
@@ -72,9 +74,15 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
 
 
-def model_facts(resolved: ResolvedModel, config: ModelConfig) -> Facts:
-    """Which model it is: its shape, and names, sizes and headers of the files with its weights. Reads little."""
+def model_facts(options: EngineConfig, resolved: ResolvedModel, config: ModelConfig, device: torch.device) -> Facts:
+    """Which model it is: its shape, and names, sizes and headers of the files with its weights; and how it is held.
+
+    Reads little of the files.
+    """
+    from stretto.layers.formats import resolve_dtype
+
     facts = {f"model's {name}": repr(_plain(value)) for name, value in asdict(config).items()}
+    facts |= {"device": device.type, "weight format": resolve_dtype(options.dtype, device).format}
     if resolved.kind == "gguf":
         with open(resolved.path, "rb") as file:
             header = hashlib.sha256(file.read(GGUF_HEADER_BYTES)).hexdigest()

@@ -71,6 +71,7 @@ class Follower:
     ) -> None:
         """Find the leader; blocks until it is there. `parent` and `end`: see `Watchdog`. Raises EngineBroken."""
         self.place = place
+        self._config = config
         waits_since = time.monotonic()
 
         def waiting() -> None:
@@ -97,7 +98,7 @@ class Follower:
         self.watchdog.enter("loading")
         place, watchdog = self.place, self.watchdog
         addresses = watchdog.agree("hello", {})
-        watchdog.agree("model", model_facts(resolved, model))
+        watchdog.agree("model", model_facts(self._config, resolved, model, device.torch_device))
         host = None if place.single_host else self._host
         self._transport = connect(addresses["control"], place.rank, place.size, CONNECT_SECONDS, host=host)
         kind = device.torch_device

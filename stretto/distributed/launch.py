@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from stretto.config import EngineConfig
 from stretto.distributed.children import (
     RANK_MODULE,
-    STOPPED_SECONDS,
     Child,
     RankSettings,
     end_children,
     threads_of_rank,
 )
 from stretto.distributed.place import Place
-from stretto.distributed.watch import GRACE_SECONDS, HANG_SECONDS, TICK_SECONDS
+from stretto.distributed.watch import GRACE_SECONDS, TICK_SECONDS
 from stretto.errors import EngineBroken
 
 logger = logging.getLogger("stretto.ranks")
@@ -50,7 +49,6 @@ def host_ranks(config: EngineConfig, first: Place) -> None:
     Raises EngineBroken, with the message that the ranks ended with.
     """
     children = start_ranks(config, [first, *first.neighbours()])
-    stopped_since: dict[int, float] = {}
     try:
         running = list(children)
         while running:
@@ -58,23 +56,18 @@ def host_ranks(config: EngineConfig, first: Place) -> None:
                 trouble = child.trouble()
                 if child.process.poll() == 0:
                     running.remove(child)
-                elif trouble is None:
-                    stopped_since.pop(child.pid, None)
-                elif child.process.poll() is not None or _for_long(child, stopped_since):
+                elif trouble is not None:
                     raise EngineBroken(_cause(child, trouble, children))
             time.sleep(TICK_SECONDS / 4)
     finally:
         end_children(children, 0.0)
 
 
-def _for_long(child: Child, stopped_since: dict[int, float]) -> bool:
-    """Whether a process that is stopped has been so for so long that the leader must have noticed and told all."""
-    since = stopped_since.setdefault(child.pid, time.monotonic())
-    return time.monotonic() - since > HANG_SECONDS + GRACE_SECONDS - STOPPED_SECONDS
-
-
 def _cause(child: Child, trouble: str, children: Sequence[Child]) -> str:
     """Why the ranks of this host end: what one of them was told or found, else what became of `child`."""
+    if child.process.poll() is None:
+        child.kill()  # it is stopped, and says nothing; the leader sees its connection end, and ends the others
+        return f"rank {child.place.rank} (pid {child.pid}) {trouble}"
     until = time.monotonic() + GRACE_SECONDS + 2.0
     for other in (child, *children):
         has_ended = other.process.poll() is not None or (other is not child and other.wait(until))

@@ -95,7 +95,7 @@ class Leader:
         self._store, store = open_store(self._host)
         watch.agree("hello", {"store": store, "control": self._transport.address})
         watch.gather("model")
-        watch.compare("model", model_facts(resolved, model))
+        watch.compare("model", model_facts(self._config, resolved, model, device.torch_device))
         watch.agree("model", {})
         self._wait_for_followers(self._transport)
         host, kind = self._host, device.torch_device

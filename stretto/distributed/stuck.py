@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from stretto.distributed.link import Beat
 
-STUCK_SECONDS = float(os.environ.get("STRETTO_HANG_SECONDS") or 6.0)
+STUCK_SECONDS = float(os.environ.get("STRETTO_HANG_SECONDS") or 5.0)
 LEADER = 0
 
 

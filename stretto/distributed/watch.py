@@ -29,8 +29,10 @@ logger = logging.getLogger("stretto.ranks")
 
 BEAT_SECONDS = 0.5
 TICK_SECONDS = 0.2
-HANG_SECONDS = float(os.environ.get("STRETTO_HANG_SECONDS") or 6.0)
+HANG_SECONDS = float(os.environ.get("STRETTO_HANG_SECONDS") or 5.0)
 """Silence after which a process counts as hung. Raise it to stop a rank in a debugger."""
+LOADING_FACTOR = 6.0
+"""How much more silence is forgiven until the rank runs: loading libraries from a cold disk may stop all threads."""
 GRACE_SECONDS = 1.0
 """How long a rank may take to end by itself once it knows; and how long a suspicion waits for a better one."""
 MEET_SECONDS = 600.0
@@ -283,13 +285,18 @@ class Watch:
         if rank.left:
             return
         trouble = None if rank.child is None else rank.child.trouble()
+        if rank.child is not None and rank.child.process.poll() == 0 and rank.link and rank.closed_at is None:
+            return  # its goodbye is still to be read
         if trouble is not None:
             words = rank.child.last_words() if rank.child and rank.child.process.poll() is not None else ""
             self._fail(f"{rank.name} {trouble}{where}" + (f": {words}" if words else ""))
         elif rank.closed_at is not None and (rank.child is None or now - rank.closed_at > GRACE_SECONDS):
             self._fail(f"{rank.name} is gone: it died, or its connection broke{where}")
-        elif rank.link is not None and rank.closed_at is None and now - rank.heard > self._hang_seconds:
+        elif rank.link is not None and rank.closed_at is None and now - rank.heard > self._patience(rank):
             self._fail(f"{rank.name} hangs: no sign of life for {now - rank.heard:.0f} s{where}")
+
+    def _patience(self, rank: _Rank) -> float:
+        return hang_limit(rank.beat.phase, self._hang_seconds)
 
     def _look_for_stuck(self) -> None:
         beats = {
@@ -355,6 +362,11 @@ class Watch:
         self._selector.close()
         if self._listener is not None:
             self._listener.close()
+
+
+def hang_limit(phase: str, seconds: float) -> float:
+    """Silence after which a rank counts as hung that is, or looks at its leader, in this phase."""
+    return seconds if phase in ("running", "shutdown") else seconds * LOADING_FACTOR
 
 
 def _told(error: BaseException) -> str:

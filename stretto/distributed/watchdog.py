@@ -97,7 +97,7 @@ class Watchdog:
             if self._link in ready:
                 heard = now
                 self._hear()
-            elif now - heard > watch.HANG_SECONDS:
+            elif now - heard > watch.hang_limit(self._phase, watch.HANG_SECONDS):
                 self._fail(f"the leader (rank 0) hangs: no sign of life for {now - heard:.0f} s", told=False)
             if self._parent in ready:
                 self._fail("the process that started this rank is gone", told=False)
