@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from stretto.config import EngineConfig
-from stretto.distributed import watch
+from stretto.distributed import patience
 from stretto.distributed.agreement import environment_facts, option_facts, version_facts
 from stretto.distributed.follower import Follower
 from stretto.distributed.launch import host_ranks, start_ranks
@@ -348,7 +348,7 @@ class Ended:
 
 @pytest.mark.parametrize("loss", ["gone", "hangs", "no rank"])
 def test_a_follower_sees_that_its_leader_is_lost(monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
-    monkeypatch.setattr(watch, "HANG_SECONDS", 0.5)
+    monkeypatch.setattr(patience, "HANG_SECONDS", 0.5)
     with open_listener(Place(0, 2, 0, 1, None)) as listener:
         ended = Ended()
         place = Place(1, 2, 0, 1, listener.getsockname())

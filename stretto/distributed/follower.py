@@ -24,9 +24,10 @@ from stretto.distributed.agreement import (
     version_facts,
 )
 from stretto.distributed.link import PROTOCOL, Beat, Digest, Hello, Link, Loading
+from stretto.distributed.patience import TICK_SECONDS
 from stretto.distributed.place import Place
 from stretto.distributed.rendezvous import connect_to_leader, join_store
-from stretto.distributed.watch import MEET_SECONDS, TICK_SECONDS
+from stretto.distributed.watch import MEET_SECONDS
 from stretto.distributed.watchdog import Watchdog
 from stretto.errors import EngineBroken
 

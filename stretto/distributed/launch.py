@@ -18,8 +18,8 @@ from stretto.distributed.children import (
     end_children,
     threads_of_rank,
 )
+from stretto.distributed.patience import GRACE_SECONDS, TICK_SECONDS
 from stretto.distributed.place import Place
-from stretto.distributed.watch import GRACE_SECONDS, TICK_SECONDS
 from stretto.errors import EngineBroken
 
 logger = logging.getLogger("stretto.ranks")

@@ -15,8 +15,8 @@ from typing import NoReturn
 from stretto.config import EngineConfig
 from stretto.distributed.follower import Follower, FollowingRuntime
 from stretto.distributed.launch import host_ranks
+from stretto.distributed.patience import GRACE_SECONDS
 from stretto.distributed.place import Place
-from stretto.distributed.watch import GRACE_SECONDS
 from stretto.errors import EngineBroken, StrettoError
 
 

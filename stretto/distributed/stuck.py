@@ -7,16 +7,15 @@ a step that others have behind them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from stretto.distributed.link import Beat
+from stretto.distributed.patience import HANG_SECONDS
 
-STUCK_SECONDS = float(os.environ.get("STRETTO_HANG_SECONDS") or 5.0)
 LEADER = 0
 
 
-def find_stuck(beats: Mapping[int, Beat], limit: float = STUCK_SECONDS) -> tuple[int, str] | None:
+def find_stuck(beats: Mapping[int, Beat], limit: float = HANG_SECONDS) -> tuple[int, str] | None:
     """The rank that is stuck, and how (the rest of a sentence that begins with the rank); None if none is."""
     for rank, beat in beats.items():
         if beat.activity == "host" and beat.since_s > limit:

@@ -1,61 +1,34 @@
 """Watch: the leader's view of all ranks. A thread that hears them, sees them die, hang or stick, and ends them.
 
 Owns the lines to the followers, their processes on this host, and the one message that says why the engine has failed.
-Times: a process that is stopped or dead is seen at once on this host; one that is silent after HANG_SECONDS; a rank
-that runs but gets nowhere after STUCK_SECONDS. From there to the end of all ranks it is GRACE_SECONDS and a kill.
+A process that is stopped or dead is seen at once on this host; one that is silent, or gets nowhere, after the times in
+patience.py. From there to the end of all ranks it is a moment's grace and a kill.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from stretto.distributed.agreement import Facts, difference
 from stretto.distributed.children import Child, end_children
-from stretto.distributed.link import Agreed, Beat, Broken, Bye, Digest, Failed, Hello, Leave, Link, Loading, Message
-from stretto.distributed.link import Facts as FactsMessage
+from stretto.distributed.follower_state import FollowerState
+from stretto.distributed.link import Agreed, Beat, Broken, Digest, Failed, Hello, Leave, Link, Message
+from stretto.distributed.patience import BEAT_SECONDS, GRACE_SECONDS, HANG_SECONDS, TICK_SECONDS, hang_limit
 from stretto.distributed.place import Place
 from stretto.distributed.stuck import find_stuck
 from stretto.errors import EngineBroken, InvalidRequest, StrettoError
 
 logger = logging.getLogger("stretto.ranks")
 
-BEAT_SECONDS = 0.5
-TICK_SECONDS = 0.2
-HANG_SECONDS = float(os.environ.get("STRETTO_HANG_SECONDS") or 5.0)
-"""Silence after which a process counts as hung. Raise it to stop a rank in a debugger."""
-LOADING_FACTOR = 6.0
-"""How much more silence is forgiven until the rank runs: loading libraries from a cold disk may stop all threads."""
-GRACE_SECONDS = 1.0
-"""How long a rank may take to end by itself once it knows; and how long a suspicion waits for a better one."""
 MEET_SECONDS = 600.0
 """How long ranks on other hosts may take to come."""
 CLOSE_SECONDS = 5.0
-
-
-@dataclass(eq=False)
-class _Rank:
-    """What the leader knows of one follower."""
-
-    rank: int
-    child: Child | None = None
-    """Its process, if it is on this host and was started by this one."""
-    link: Link | None = None
-    name: str = ""
-    heard: float = 0.0
-    beat: Beat = field(default_factory=Beat)
-    loading: float = 0.0
-    facts: dict[str, Facts] = field(default_factory=dict)
-    closed_at: float | None = None
-    left: bool = False
-    """It said goodbye."""
 
 
 class Watch:
@@ -74,7 +47,7 @@ class Watch:
         self._place = place
         self._facts = facts
         self._start_children = start_children
-        self._ranks = {rank: _Rank(rank, name=f"rank {rank}") for rank in range(1, place.size)}
+        self._ranks = {rank: FollowerState(rank, f"rank {rank}") for rank in range(1, place.size)}
         self._listener: socket.socket | None = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -208,7 +181,8 @@ class Watch:
                 last_beat = now
                 self._tell_all(Beat())
             for rank in self._ranks.values():
-                self._look_at(rank, now)
+                if (problem := rank.problem(now, hang_limit(rank.beat.phase, self._hang_seconds))) is not None:
+                    self._fail(problem)
             self._look_for_stuck()
             if self._suspicion is not None and now - self._suspicion[0] > GRACE_SECONDS:
                 self._fail(self._suspicion[1])
@@ -218,27 +192,27 @@ class Watch:
         end, _ = self._listener.accept()
         self._selector.register(link := Link(end), selectors.EVENT_READ, link)
 
-    def _hear(self, source: Link | _Rank) -> None:
+    def _hear(self, source: Link | FollowerState) -> None:
         link = source if isinstance(source, Link) else source.link
         assert link is not None
         try:
             messages = link.receive()
         except ValueError as error:
-            who = source.name if isinstance(source, _Rank) else "who has connected"
+            who = source.name if isinstance(source, FollowerState) else "who has connected"
             logger.warning("%s talks like no rank of this engine: %s", who, error)
             messages = []
         for message in messages:
-            if isinstance(source, _Rank):
+            if isinstance(source, FollowerState):
                 self._take(source, message)
             elif isinstance(message, Hello):
                 source = self._greet(source, message)
         if link.closed:
             self._selector.unregister(link)
             link.close()
-            if isinstance(source, _Rank):
+            if isinstance(source, FollowerState):
                 source.closed_at = time.monotonic()
 
-    def _greet(self, link: Link, hello: Hello) -> Link | _Rank:
+    def _greet(self, link: Link, hello: Hello) -> Link | FollowerState:
         """Who came is a rank if it is one that is missing and like the leader; else it is told why not."""
         rank = self._ranks.get(hello.rank)
         problem = difference(hello.rank, hello.facts, self._facts)
@@ -262,41 +236,14 @@ class Watch:
             self._listener = None
         return rank
 
-    def _take(self, rank: _Rank, message: Message) -> None:
-        rank.heard = time.monotonic()
-        if isinstance(message, Beat):
-            rank.beat = message
-        elif isinstance(message, Loading):
-            rank.loading = message.fraction
-        elif isinstance(message, FactsMessage):
-            with self._changed:
-                rank.facts[message.stage] = message.values
-                self._changed.notify_all()
-        elif isinstance(message, Broken):
+    def _take(self, rank: FollowerState, message: Message) -> None:
+        with self._changed:
+            rank.take(message)
+            self._changed.notify_all()
+        if isinstance(message, Broken):
             self._suspect(f"{rank.name} failed: {message.message}")
-        elif isinstance(message, Bye):
-            rank.left = True
         elif isinstance(message, Digest) and (problem := self.on_digest(rank.rank, message.data)) is not None:
             self._fail(problem)
-
-    def _look_at(self, rank: _Rank, now: float) -> None:
-        """Whether its process lives, and is heard."""
-        where = f" ({rank.beat.phase or 'start'}" + (f", {rank.beat.steps} steps done)" if rank.beat.steps else ")")
-        if rank.left:
-            return
-        trouble = None if rank.child is None else rank.child.trouble()
-        if rank.child is not None and rank.child.process.poll() == 0 and rank.link and rank.closed_at is None:
-            return  # its goodbye is still to be read
-        if trouble is not None:
-            words = rank.child.last_words() if rank.child and rank.child.process.poll() is not None else ""
-            self._fail(f"{rank.name} {trouble}{where}" + (f": {words}" if words else ""))
-        elif rank.closed_at is not None and (rank.child is None or now - rank.closed_at > GRACE_SECONDS):
-            self._fail(f"{rank.name} is gone: it died, or its connection broke{where}")
-        elif rank.link is not None and rank.closed_at is None and now - rank.heard > self._patience(rank):
-            self._fail(f"{rank.name} hangs: no sign of life for {now - rank.heard:.0f} s{where}")
-
-    def _patience(self, rank: _Rank) -> float:
-        return hang_limit(rank.beat.phase, self._hang_seconds)
 
     def _look_for_stuck(self) -> None:
         beats = {
@@ -362,11 +309,6 @@ class Watch:
         self._selector.close()
         if self._listener is not None:
             self._listener.close()
-
-
-def hang_limit(phase: str, seconds: float) -> float:
-    """Silence after which a rank counts as hung that is, or looks at its leader, in this phase."""
-    return seconds if phase in ("running", "shutdown") else seconds * LOADING_FACTOR
 
 
 def _told(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from stretto.distributed import watch
+from stretto.distributed import patience
 from stretto.distributed.agreement import Facts
 from stretto.distributed.link import Agreed, Beat, Broken, Bye, Failed, Leave, Link, Message
 from stretto.distributed.link import Facts as FactsMessage
@@ -21,7 +21,7 @@ from stretto.errors import EngineBroken
 
 logger = logging.getLogger("stretto.ranks")
 
-VERDICT_SECONDS = watch.GRACE_SECONDS + 1.0
+VERDICT_SECONDS = patience.GRACE_SECONDS + 1.0
 """How long a rank that failed waits for the leader to say what really happened."""
 
 
@@ -82,26 +82,26 @@ class Watchdog:
         """The last turn is done: say goodbye."""
         self._leaving = True
         self.tell(Bye(steps))
-        self._thread.join(watch.TICK_SECONDS * 2)
+        self._thread.join(patience.TICK_SECONDS * 2)
         self._link.close()
 
     def _run(self) -> None:
         last = last_beat = heard = time.monotonic()
         lines = [line for line in (self._link, self._parent) if line is not None]
         while not self._leaving and self.failure is None:
-            ready = select.select(lines, [], [], watch.TICK_SECONDS)[0]
+            ready = select.select(lines, [], [], patience.TICK_SECONDS)[0]
             now = time.monotonic()
-            if now - last > max(2.0, watch.HANG_SECONDS / 3):
+            if now - last > max(2.0, patience.HANG_SECONDS / 3):
                 heard = now  # this process itself was stopped, or starved
             last = now
             if self._link in ready:
                 heard = now
                 self._hear()
-            elif now - heard > watch.hang_limit(self._phase, watch.HANG_SECONDS):
+            elif now - heard > patience.hang_limit(self._phase, patience.HANG_SECONDS):
                 self._fail(f"the leader (rank 0) hangs: no sign of life for {now - heard:.0f} s", told=False)
             if self._parent in ready:
                 self._fail("the process that started this rank is gone", told=False)
-            if now - last_beat >= watch.BEAT_SECONDS:
+            if now - last_beat >= patience.BEAT_SECONDS:
                 last_beat = now
                 self.tell(self._own_beat(self._phase))
 
