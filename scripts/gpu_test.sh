@@ -11,7 +11,7 @@ xml="$(mktemp)"
 status=0
 # shellcheck disable=SC2046
 PYTHONPATH=".:${PYTHONPATH:-}" "$PYTHON" -m pytest -q -n "${GPU_TEST_WORKERS:-4}" --junitxml "$xml" \
-  tests/test_kernels.py tests/test_fused_engine.py $(grep -rl --include='*.py' 'mark\.gpu' tests | sort) "$@" || status=$?
+  tests/test_kernels.py tests/test_kernels_sampling.py tests/test_fused_engine.py $(grep -rl --include='*.py' 'mark\.gpu' tests | sort) "$@" || status=$?
 PYTHONPATH=. "$PYTHON" scripts/gpu_report.py "$xml" "$REPORT"
 rm -f "$xml"
 exit "$status"

@@ -23,6 +23,7 @@ from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
 from stretto.kernels.prefill_attention import prefill_attention
 from stretto.kernels.rope_write import HeadTransform, rope_write
 from stretto.kernels.sampling import SampleScratch, sample_rows
+from stretto.kernels.sampling_filters import FilterScratch, RowFilters
 from stretto.kernels.small_matmul import Norm, small_matmul
 
 DEVICE = torch.device("cuda")
@@ -49,6 +50,20 @@ def time_us(calls: Sequence[Callable[[], object]], rounds: int = 5) -> float:
             end.record()
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return float(sorted(times)[len(times) // 2])
+
+
+def time_eagerly_us(call: Callable[[], object], rounds: int = 5) -> float:
+    """Median microseconds of a long call that may not be capturable."""
+    call()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
     return float(sorted(times)[len(times) // 2])
 
 
@@ -185,19 +200,52 @@ def prefill(report: Report, model: str, rows: int, length: int) -> None:
         print(f"cuDNN attention: {error}", flush=True)
 
 
+_FILTERS: dict[str, dict[str, float]] = {
+    "no filter, no search": {},
+    "no filter": {},
+    "min-p 0.05": {"min_p": 0.05},
+    "top-k 20, top-p 0.95": {"top_k": 20, "top_p": 0.95},
+    "top-k 1000": {"top_k": 1000},
+    "top-p 0.9": {"top_p": 0.9},
+    "top-p 0.999": {"top_p": 0.999},
+}
+
+
 def sampling(report: Report, rows: int) -> None:
-    """All of sampling for random rows: three kernels over bf16 logits."""
-    vocabulary = 151_936
-    logits = random(rows, vocabulary)
+    """All of sampling for random rows over bf16 logits, by filter; "no filter" is that of a step where others have one.
+
+    The bytes are those of two reads of the logits: what a row without filters needs. Flat logits are those of random
+    weights, where thousands of tokens lie close to each boundary, peaked ones like a trained model's.
+    """
+    vocabulary, table = 151_936, partial(torch.full, (rows + 1,), device=DEVICE)
     slots, positions = torch.arange(1, rows + 1, device=DEVICE), torch.full((rows,), 5, device=DEVICE)
-    temperature, seed = torch.full((rows + 1,), 0.6, device=DEVICE), torch.arange(rows + 1, device=DEVICE)
-    table, lengths = torch.zeros(rows + 1, 64, dtype=torch.int64, device=DEVICE), torch.zeros_like(seed)
+    token_ids, lengths = torch.zeros(rows + 1, 64, dtype=torch.int64, device=DEVICE), table(0)
     tokens, scratch = torch.zeros_like(slots), SampleScratch.allocate(rows, vocabulary, DEVICE)
-
-    def call() -> None:
-        sample_rows(logits, slots, positions, temperature, seed, table, lengths, tokens, scratch)
-
-    report.add(f"sampling {rows} rows", time_us([call] * 4), 2 * logits.nbytes)
+    found = FilterScratch.allocate(rows, DEVICE)
+    for shape, scale in (("flat", 1.0), ("peaked", 3.0)):
+        copies = range(max(1, int(_CACHE_BYTES // (2 * rows * vocabulary))))
+        all_logits = [torch.randn(rows, vocabulary, device=DEVICE).mul_(scale).to(torch.bfloat16) for _ in copies]
+        for name, asked in _FILTERS.items():
+            filters = RowFilters(
+                table(int(asked.get("top_k", 0))), table(asked.get("top_p", 1.0)), table(asked.get("min_p", 0.0)), found
+            )
+            call = partial(
+                sample_rows,
+                slot_S=slots,
+                position_S=positions,
+                temperature_R=table(0.6),
+                seed_R=torch.arange(rows + 1, device=DEVICE),
+                token_ids_RL=token_ids,
+                length_R=lengths,
+                tokens_S=tokens,
+                scratch=scratch,
+                filters=None if name == "no filter, no search" else filters,
+            )
+            us = time_us([partial(call, logits) for logits in all_logits])
+            report.add(f"sampling {rows} rows, {shape}, {name}", us, 2 * all_logits[0].nbytes)
+    wide = all_logits[0].float()
+    for name, reference in (("sort", partial(torch.sort, wide, dim=1)), ("topk 20", partial(torch.topk, wide, 20))):
+        report.add(f"torch.{name} of {rows} rows of logits alone", time_eagerly_us(reference), wide.nbytes)
 
 
 def main() -> None:
@@ -220,7 +268,7 @@ def main() -> None:
         attention(report, "qwen3-8b", [384] * 128)
         for model in ("qwen3-0.6b", "qwen3-8b"):
             prefill(report, model, 4, 2048)
-        for rows in (1, 32, 256):
+        for rows in (1, 32, 256, 512):
             sampling(report, rows)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)

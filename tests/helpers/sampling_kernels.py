@@ -97,7 +97,8 @@ class KernelRows:
         """(ranks [S, V], is random [S])."""
         logits_SV, temperature_S = logits_SV.float(), self.temperature_R[1:]
         random_S = temperature_S >= 1e-5
-        rank_SV = distances(logits_SV.amax(1, keepdim=True), logits_SV, temperature_S[:, None])
+        divisor_S1 = temperature_S.masked_fill(~random_S, 1.0)[:, None]
+        rank_SV = distances(logits_SV.amax(1, keepdim=True), logits_SV, divisor_S1)
         return rank_SV.view(torch.int32), random_S
 
     def _probabilities(self, rank_SV: torch.Tensor) -> torch.Tensor:
