@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ import pytest
 
 from stretto import LLM, SamplingParams
 from stretto.config import EngineConfig
-from stretto.distributed.digest import DigestCheck
+from stretto.distributed.digest import DigestCheck, RanksDiffer
 from stretto.distributed.place import Place, place_of
 from stretto.errors import EngineBroken, InvalidRequest
 from tests.helpers.dummy_model import VOCAB_SIZE
@@ -166,6 +167,29 @@ def test_a_server_of_two_ranks_answers_and_ends_with_them(one: LLM, dummy_model:
         assert "was killed by signal 9 (SIGKILL)" in server.text
         wait_until(lambda: not set(everyone) & set(children_of(1)), "all processes to end", 5)
     assert "Traceback" not in server.text
+
+
+def test_ranks_that_differ_stop_with_both_views(one: LLM, dummy_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens(one, [{"prompt_token_ids": [5, 6, 7]}], GREEDY)[0][0]
+    monkeypatch.setenv("STRETTO_CHECK", "1")
+    with nothing_left(), LLM(str(dummy_model), tensor_parallel_size=2, **OPTIONS) as llm:
+        runtime = llm._runtime
+        request = runtime.add([5, 6, 7], GREEDY)
+        runtime.step()
+        slots = runtime.scheduler.slots
+        slots.stop_width = 1
+        slots.stop_ids[request.slot, 0] = expected[10]  # on the leader only: there, this token ends the request
+
+        def go_on() -> None:
+            until = time.monotonic() + 30
+            while time.monotonic() < until:
+                runtime.step()
+
+        with pytest.raises(RanksDiffer, match=r"ranks 0 and 1 differ in step \d+, for the first time") as error:
+            go_on()
+        assert "> rank 0  ended (request, reason, tokens): 0 stop" in str(error.value)
+        assert "> rank 1  ended (request, reason, tokens): -" in str(error.value)
+        error.value.__traceback__ = error.value.__cause__ = error.value.__context__ = None
 
 
 # -- how they start ---------------------------------------------------------------------------------------------------

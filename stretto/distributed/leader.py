@@ -80,6 +80,7 @@ class Leader:
         self._store: object | None = None
         self._group: TensorGroup | None = None
         self._turns: LeaderTurns | None = None
+        self._digests: DigestCheck | None = None
         self.watch = Watch(place, listener, facts, lambda: start_ranks(config, neighbours))
         self.watch.on_failure(self._drop_store)
 
@@ -143,9 +144,9 @@ class Leader:
         """See `Member`: under STRETTO_CHECK, the comparison with the other ranks."""
         if not checks():
             return None
-        check = DigestCheck(scheduler, range(1, self.place.size))
-        self.watch.on_digest = check.take
-        return check
+        self._digests = DigestCheck(scheduler, range(1, self.place.size))
+        self.watch.on_digest = self._digests.take
+        return self._digests
 
     # -- while it runs ----------------------------------------------------------------------------------------------
 
@@ -156,15 +157,19 @@ class Leader:
         self.watch.agree("ready", {})
 
     def check(self) -> None:
-        """Raise EngineBroken if a rank is lost. hot path"""
-        self.watch.check()
+        """Raise EngineBroken if a rank is lost, RanksDiffer if one did something else. hot path"""
+        if self.watch.failure is not None:
+            raise self._error()
 
-    def broken(self, error: Exception) -> EngineBroken | None:
+    def broken(self, error: Exception) -> EngineBroken:
         """See `Member`: names the rank that is the cause."""
-        if isinstance(error, RanksDiffer):
-            self.watch.explain(error)
-            return None
-        return EngineBroken(self.watch.explain(error))
+        self.watch.explain(error)
+        return self._error()
+
+    def _error(self) -> EngineBroken:
+        if self._digests is not None and self._digests.difference is not None:
+            return RanksDiffer(self._digests.difference)
+        return EngineBroken(str(self.watch.failure))
 
     # -- its end ----------------------------------------------------------------------------------------------------
 
