@@ -95,12 +95,51 @@ def test_few_pages_make_the_latest_wait_or_give_way() -> None:
         ("at 3 abort A x=1", "allowed: nothing"),
         ("config pages=3", "'pages=3' is not known"),
         ("at 3 abort A", "needs|never arrives|allowed"),
-        ("at 0 arrive A prompt=3\nat 1 arrive A prompt=3", "A arrives twice"),
+        ("at 0 arrive A prompt=3\nat 1 arrive A prompt=3", "line 2, .*: A arrives twice"),
+        ("at 0 arrive A prompt=3 max_tokens=0", "line 1, .*: max_tokens is 0; allowed: a whole number from 1 to"),
+        ("at 0 arrive A prompt=10 max_tokens=-3", "line 1, .*: max_tokens is -3; allowed: a whole number from 1 to"),
+        (f"at 0 arrive A prompt=1{'0' * 23}", "line 1, .*: prompt is 10+; allowed: a whole number from 1 to"),
+        pytest.param(
+            f"at 0 arrive A prompt=3 priority=-{'9' * 5000}",
+            r"line 1, .*: priority is '-9+\.\.\.; allowed",
+            id="too many digits",
+        ),
+        ("at 0 arrive A prompt=0", "line 1, .*: prompt is 0; allowed: a whole number from 1"),
+        ("at 0 arrive A prompt=64", "line 1, .*: prompt is 64; allowed: up to 63, as max_model_len is 64"),
+        ("at 0 arrive A prompt=3 prompt=4", "line 1, .*: prompt is given twice, 3 and '4'; allowed: once"),
+        ("config page_size=4\nconfig page_size=8", "line 2, .*: page_size is given twice, 4 and '8'"),
+        ("config page_size=3", r"config \(line 1\): page_size is 3; allowed: 1, 2"),
+        ("config num_pages=90000001 max_model_len=300000000", r"config \(line 1\): max_num_seqs is 4 and max_model_len"),
+        ("config enable_prefix_caching=2", "enable_prefix_caching is 2; allowed: a whole number from 0 to 1"),
+        ("at 0 arrive 'A prompt=3", "line 1, .*: no closing quotation; allowed: quotes in pairs"),
+        ("at 0 arrive A prompt=3 \\", "line 1, .*: no escaped character"),
+        ("at \u00b2 arrive A prompt=3", "line 1, .*: the turn is '\u00b2'; allowed: a whole number from 0"),
+        ("at 0 arrive A prompt=\u0663", "line 1, .*: prompt is '\u0663'; allowed: a whole number"),
+        ("at 1_0 arrive A prompt=3", "line 1, .*: the turn is '1_0'; allowed: a whole number"),
+        ("at -1 arrive A prompt=3", "line 1, .*: the turn is -1; allowed: a whole number from 0"),
+        ("at 100000 arrive A prompt=3", "line 1, .*: the turn is 100000; allowed: a whole number from 0 to 99999"),
+        ("at 2 abort A\nat 3 arrive A prompt=3", "line 1, .*: A arrives later, at turn 3 in line 2; allowed"),
+        ("at 3 finish A\nat 3 arrive A prompt=3", "line 1, .*: A arrives later, at turn 3 in line 2; allowed"),
+        ("at 0 arrive A prompt=3\nat 1 fail A\nat 1 finish A", "line 3, .*: line 2 already says 'fail' of it then"),
+        ("at 0 arrive A prompt=3\nat 1 abort A\nat 1 abort A", "line 3, .*: line 2 already says 'abort' of it then"),
     ],
 )
 def test_a_bad_script_is_refused_with_its_line(line: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parse_script(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("at 9 abort A", r"line 2, 'at 9 abort A': A has ended before \(length\)"),
+        ("at 9 finish A", r"line 2, 'at 9 finish A': no step .* samples a token of A \(it is finished\); allowed"),
+        ("at 0 fail A", r"line 2, 'at 0 fail A': no step launched at turn 0 samples a token of A \(it is prefill\)"),
+    ],
+)
+def test_what_a_script_says_to_no_effect_is_refused_with_its_line(line: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        run(f"at 0 arrive A prompt=20 max_tokens=3\n{line}")
 
 
 COSTS = CostModel(step_s=1.0, prefill_token_s=0.01, decode_row_s=0.1, context_token_s=0.0, host_turn_s=0.0)

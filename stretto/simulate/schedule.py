@@ -15,13 +15,13 @@ from stretto.device.base import Device
 from stretto.engine.engine import Engine
 from stretto.errors import InvalidRequest
 from stretto.observe.timeline import Timeline
-from stretto.request import FinishReason, Request, SamplingParams
+from stretto.request import FinishReason, Request, RequestState, SamplingParams
 from stretto.scheduler.batch import IntArray, StepOutput, StepPlan
 from stretto.scheduler.loop import Loop
 from stretto.scheduler.scheduler import Scheduler
 from stretto.scheduler.turns import AddRequest, EndRequest, LocalTurns, Message
 from stretto.simulate.engine import Clock, CostModel, SimulatedEngine, SimulatedStep
-from stretto.simulate.script import EOS, OTHER, Happening, Script
+from stretto.simulate.script import EOS, MAX_TURNS, OTHER, Happening, Script
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,6 @@ class Turn:
     """Cached ones that nobody uses included."""
 
 
-MAX_TURNS = 100_000
-
-
 class ScriptedRun:
     """A script in motion. `turn` goes one turn further; `run` to the end."""
 
@@ -65,14 +62,20 @@ class ScriptedRun:
         self.names: dict[int, str] = {}
         self.launched: StepPlan | None = None
         self._launched_rows: tuple[str, ...] = ()
+        self._sampled: set[str] = set()
+        """Who samples a token in the step of this turn."""
         self._turn = 0
         self._launched_at: dict[int, int] = {}
         self._happened: list[str] = []
+        self._by_turn: dict[int, list[Happening]] = {}
+        for happening in script.happenings:
+            self._by_turn.setdefault(happening.turn, []).append(happening)
+        self._last_turn = max(self._by_turn, default=-1)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to do or to come."""
-        return not self.loop.has_work and all(h.turn < self._turn for h in self.script.happenings)
+        return not self.loop.has_work and self._last_turn < self._turn
 
     def run(self) -> list[Turn]:
         """All turns. Raises InvalidRequest if the script does not end within MAX_TURNS."""
@@ -84,11 +87,13 @@ class ScriptedRun:
         return turns
 
     def turn(self) -> Turn:
-        """One turn of the real loop."""
+        """One turn of the real loop. Raises InvalidRequest where the script's line for it has nothing to act on."""
         self._happened.clear()
+        self._sampled.clear()
         self.launched = None
         outputs = self.loop.turn()
         plan = self.launched
+        self._check_sampled()
         done = Turn(
             turn=self._turn,
             happened=tuple(self._happened),
@@ -106,32 +111,41 @@ class ScriptedRun:
     def receive(self, block: bool) -> Iterable[Message]:
         """The messages of this turn (the loop's inbox)."""
         self._clock.time += _COSTS.host_turn_s
-        return [
-            message
-            for happening in self.script.happenings
-            if happening.turn == self._turn and (message := self._message(happening)) is not None
-        ]
+        messages = (self._message(happening) for happening in self._by_turn.get(self._turn, ()))
+        return [message for message in messages if message is not None]
 
     def note_launch(self, plan: StepPlan) -> None:
         """The loop launched `plan` in this turn."""
         self.launched = plan
         self._launched_rows = tuple(self._rows(plan))
         self._launched_at[plan.index] = self._turn
+        slots = plan.slots_B[plan.sampled_S].tolist()
+        self._sampled = {self.names[self.scheduler.slots.holder(slot).uid] for slot in slots}
 
     def _message(self, happening: Happening) -> Message | None:
         if happening.verb == "arrive":
             self._happened.append(f"{happening.name} arrives")
             return AddRequest(self._request(happening))
-        if happening.verb == "abort" and happening.name in self.requests:
-            self._happened.append(f"{happening.name} aborts")
-            return EndRequest(self.requests[happening.name], FinishReason.ABORT)
-        return None
+        if happening.verb != "abort":
+            return None
+        request = self.requests[happening.name]
+        if request.state is RequestState.FINISHED:
+            raise happening.refusal(f"{happening.name} has ended before ({request.finish_reason})")
+        self._happened.append(f"{happening.name} aborts")
+        return EndRequest(request, FinishReason.ABORT)
+
+    def _check_sampled(self) -> None:
+        for happening in self._by_turn.get(self._turn, ()):
+            if happening.verb in ("finish", "fail") and happening.name not in self._sampled:
+                request = self.requests[happening.name]
+                raise happening.refusal(
+                    f"no step launched at turn {self._turn} samples a token of {happening.name} (it is "
+                    f"{request.state}); allowed: turns whose step does"
+                )
 
     def _request(self, happening: Happening) -> Request:
         length = happening.options["prompt"]
         limit = self.script.config.max_model_len
-        if not 0 < length < limit:
-            raise InvalidRequest(f"{happening.name} has prompt={length}; allowed: 1 to {limit - 1} (max_model_len)")
         uid = len(self.requests)
         wanted = length + happening.options.get("max_tokens", limit)
         # Prompts of equal length are equal, so that sharing can be seen.
@@ -150,8 +164,8 @@ class ScriptedRun:
         tokens = np.full(len(plan.sampled_S), OTHER, np.int64)
         for row, slot in enumerate(plan.slots_B[plan.sampled_S].tolist()):
             name = self.names[self.scheduler.slots.holder(slot).uid]
-            for happening in self.script.happenings:
-                if happening.turn == turn and happening.name == name and happening.verb in ("finish", "fail"):
+            for happening in self._by_turn.get(turn, ()):
+                if happening.name == name and happening.verb in ("finish", "fail"):
                     tokens[row] = EOS if happening.verb == "finish" else -1
         return tokens
 
