@@ -12,11 +12,11 @@ from starlette.responses import Response
 from stretto.ipc.client import Answer
 from stretto.server.bodies import note, read_body
 from stretto.server.delivery import DONE, EventStream, whole
-from stretto.server.errors import ApiError, json_response
+from stretto.server.errors import ApiError, in_words_of, json_response
 from stretto.server.frontend import Frontend, OpenRequest
 from stretto.server.logprobs import chat_logprobs, num_scores, prompt_scores
 from stretto.server.protocol import chat as p
-from stretto.server.protocol.fields import StreamOptions, read
+from stretto.server.protocol.fields import StreamOptions, check_stream_options, read
 from stretto.server.protocol.prompt_scores import MaybeScores
 from stretto.server.protocol.usage import Usage
 
@@ -35,21 +35,23 @@ class ChatEndpoint:
         self._frontend = frontend
 
     async def __call__(self, request: Request) -> Response:
-        """Handle one request. Raises ApiError, InvalidRequest or NotSupported for what the client did wrong."""
+        """Handle one request. Raises ApiError."""
         frontend = self._frontend
         frontend.check_ready()
         body = read(await read_body(request, frontend.config), p.ChatRequest, p.NOT_BUILT)
+        check_stream_options(body.stream, body.stream_options)
         model = frontend.check_model(body.model)
-        params = body.sampling(
-            n=body.n or 1,
-            max_tokens=body.token_limit,
-            logprobs=body.num_logprobs,
-            prompt_logprobs=body.num_prompt_tops,
-        )
-        messages = [message.for_template() for message in body.messages]
-        prompt = await frontend.encode_chat(messages, p.template_options(body))
-        size = num_scores([prompt], params)
-        opened = await frontend.submit([prompt], params, body.priority)
+        with in_words_of(body, body.words):
+            params = body.sampling(
+                n=body.n or 1,
+                max_tokens=body.token_limit,
+                logprobs=body.num_logprobs,
+                prompt_logprobs=body.num_prompt_tops,
+            )
+            messages = [message.for_template() for message in body.messages]
+            prompt = await frontend.encode_chat(messages, p.template_options(body))
+            size = num_scores([prompt], params)
+            opened = await frontend.submit([prompt], params, body.priority)
         note(request, opened.answer, body.user)
         reply = ChatReply(frontend, opened, model, body.top_logprobs or 0)
         if body.stream:

@@ -17,11 +17,11 @@ from stretto.request import CompletionOutput, SamplingParams
 from stretto.server.bodies import note, read_body
 from stretto.server.delivery import DONE, EventStream, ready, whole
 from stretto.server.endpoints_chat import event
-from stretto.server.errors import ApiError, json_response
+from stretto.server.errors import ApiError, in_words_of, json_response
 from stretto.server.frontend import Frontend, OpenRequest
 from stretto.server.logprobs import TextOffsets, completion_logprobs, joined, num_scores, prompt_scores
 from stretto.server.protocol import completions as p
-from stretto.server.protocol.fields import StreamOptions, read
+from stretto.server.protocol.fields import StreamOptions, check_stream_options, read
 from stretto.server.protocol.prompt_scores import MaybeScores
 from stretto.server.protocol.usage import Usage
 from stretto.tokenizer import Tokenizer
@@ -34,20 +34,22 @@ class CompletionsEndpoint:
         self._frontend = frontend
 
     async def __call__(self, request: Request) -> Response:
-        """Handle one request. Raises ApiError, InvalidRequest or NotSupported for what the client did wrong."""
+        """Handle one request. Raises ApiError."""
         frontend = self._frontend
         frontend.check_ready()
         body = read(await read_body(request, frontend.config), p.CompletionRequest, p.NOT_BUILT)
+        check_stream_options(body.stream, body.stream_options)
         model = frontend.check_model(body.model)
-        params = self._params(body)
-        special = True if body.add_special_tokens is None else body.add_special_tokens
-        prompts = [
-            await frontend.encode(prompt, special) if isinstance(prompt, str) else Prompt(None, prompt)
-            for prompt in body.prompts()
-        ]
-        size = num_scores(prompts, params)
-        echoes = [_echo(frontend, prompt) if body.echo else "" for prompt in prompts]
-        opened = await frontend.submit(prompts, params, body.priority)
+        with in_words_of(body, body.words):
+            params = self._params(body)
+            special = True if body.add_special_tokens is None else body.add_special_tokens
+            prompts = [
+                await frontend.encode(prompt, special) if isinstance(prompt, str) else Prompt(None, prompt)
+                for prompt in body.prompts()
+            ]
+            size = num_scores(prompts, params)
+            echoes = [_echo(frontend, prompt) if body.echo else "" for prompt in prompts]
+            opened = await frontend.submit(prompts, params, body.priority)
         note(request, opened.answer, body.user)
         tokenizer = frontend.tokenizer if frontend.has_tokenizer else None
         reply = CompletionReply(opened.answer, model, body, params, echoes, tokenizer)

@@ -14,7 +14,7 @@ from stretto.ipc.client import Answer
 from stretto.request import CompletionOutput
 from stretto.server.bodies import note, read_body
 from stretto.server.delivery import EventStream, whole
-from stretto.server.errors import ApiError, json_response
+from stretto.server.errors import ApiError, in_words_of, json_response
 from stretto.server.frontend import Frontend
 from stretto.server.logprobs import chat_logprobs, event_logprobs
 from stretto.server.protocol import responses as p
@@ -32,14 +32,15 @@ class ResponsesEndpoint:
         self._frontend = frontend
 
     async def __call__(self, request: Request) -> Response:
-        """Handle one request. Raises ApiError, InvalidRequest or NotSupported for what the client did wrong."""
+        """Handle one request. Raises ApiError."""
         frontend = self._frontend
         frontend.check_ready()
         body = read(await read_body(request, frontend.config), p.ResponsesRequest, p.NOT_BUILT)
         model = frontend.check_model(body.model)
-        params = body.sampling(n=1, max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
-        prompt = await frontend.encode_chat(body.messages(), template_variables(body.chat_template_kwargs))
-        opened = await frontend.submit([prompt], params, body.priority)
+        with in_words_of(body, p.WORDS):
+            params = body.sampling(n=1, max_tokens=body.max_output_tokens, logprobs=body.num_logprobs)
+            prompt = await frontend.encode_chat(body.messages(), template_variables(body.chat_template_kwargs))
+            opened = await frontend.submit([prompt], params, body.priority)
         note(request, opened.answer, body.user)
         reply = Reply(opened.answer, model, body, frontend.tokenizer)
         if body.stream:

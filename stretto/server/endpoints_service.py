@@ -9,8 +9,9 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stretto.prompts import Prompt
 from stretto.server.bodies import read_body
-from stretto.server.errors import ApiError, bad_request, json_response
+from stretto.server.errors import ApiError, bad_request, in_words_of, json_response
 from stretto.server.frontend import Frontend
 from stretto.server.metrics import CONTENT_TYPE
 from stretto.server.protocol.chat import ChatMessage
@@ -126,18 +127,28 @@ class ServiceEndpoints:
         frontend.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
-        if body.prompt is not None:
-            special = True if body.add_special_tokens is None else body.add_special_tokens
-            prompt = await frontend.encode(body.prompt, special)
-        else:
-            messages = [message.for_template() for message in body.messages or ()]
-            start = True if body.add_generation_prompt is None else body.add_generation_prompt
-            prompt = await frontend.encode_chat(messages, {"add_generation_prompt": start})
+        with in_words_of(body, {} if body.messages is None else {"prompt": "messages"}):
+            prompt = await self._prompt(body)
         ids = list(map(int, prompt.token_ids))
         texts = None
         if body.return_token_strs:
             texts = [frontend.tokenizer.decode((token_id,), skip_special_tokens=False) for token_id in ids]
         return json_response(TokenizeResponse(len(ids), frontend.info.max_model_len, ids, texts))
+
+    async def _prompt(self, body: TokenizeRequest) -> Prompt:
+        frontend = self._frontend
+        if body.prompt is not None:
+            if body.add_generation_prompt is not None:
+                raise bad_request("add_generation_prompt is for messages, not for prompt", "add_generation_prompt")
+            special = True if body.add_special_tokens is None else body.add_special_tokens
+            return await frontend.encode(body.prompt, special)
+        if body.add_special_tokens is not None:
+            raise bad_request(
+                "add_special_tokens is for prompt; with messages the chat template writes them", "add_special_tokens"
+            )
+        messages = [message.for_template() for message in body.messages or ()]
+        start = True if body.add_generation_prompt is None else body.add_generation_prompt
+        return await frontend.encode_chat(messages, {"add_generation_prompt": start})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
@@ -149,6 +160,7 @@ class ServiceEndpoints:
         bad: Any = next((token_id for token_id in body.tokens if token_id >= size), None)
         if bad is not None:
             raise bad_request(f"token id {bad} is not in the vocabulary: allowed are 0 to {size - 1}", "tokens")
-        tokenizer = frontend.tokenizer
+        with in_words_of(body, {"prompt": "tokens"}):
+            tokenizer = frontend.tokenizer
         text = await frontend.beside(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
         return json_response(DetokenizeResponse(text))

@@ -6,7 +6,8 @@ Nothing internal is ever echoed: what is no ApiError or StrettoError about the i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn
 
 import msgspec
@@ -110,23 +111,48 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineDead):
         return engine_dead()
     if isinstance(error, (InvalidRequest, NotSupported)):
-        return bad_request(str(error), _param_of(str(error)))
+        return bad_request(str(error))
     return internal_error()
 
 
-_PATH = re.compile(r" - at `(key in )?\$\.?(.*)`$")
-_FIELD = re.compile(r"(?:an entry of )?([a-z_]+)(?: is |=| has | \()")
+_FIRST_WORD = re.compile(r"(?:an entry of )?([a-z]+(?:_[a-z]+)*)")
 
 
-def _param_of(message: str) -> str | None:
-    """The parameter that a message of SamplingParams is about: it begins with its name."""
-    match = _FIELD.match(message)
-    return match[1] if match else None
+@contextmanager
+def in_words_of(body: msgspec.Struct, words: Mapping[str, str]) -> Iterator[None]:
+    """What is wrong with a request is told in its endpoint's words: every 400 names a field of `body`.
+
+    `words`: how `body` calls what the engine calls `prompt`, `logprobs` and so on, where that differs. Messages about a
+    parameter begin with its name; one that names nothing is about the prompt. Raises ApiError.
+    """
+    try:
+        yield
+    except (ApiError, InvalidRequest, NotSupported) as error:
+        raise _named(as_api_error(error), body.__struct_fields__, words) from None
+
+
+def _named(error: ApiError, fields: tuple[str, ...], words: Mapping[str, str]) -> ApiError:
+    if error.status != 400:
+        return error
+    message, match = error.body.message, _FIRST_WORD.match(error.body.message)
+    named = error.body.param or (match[1] if match else "")
+    param = words.get(named, named)
+    if param not in fields:
+        param = words.get("prompt", "prompt")
+    if match is not None and match[1] == named != param:
+        message = param + message[match.end() :]
+    code = error.body.code
+    return bad_request(message, param, None if code is None else str(code))
+
+
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
+_MEMBER = re.compile(r"Object (?:missing required|contains unknown) field `([^`]*)`")
 
 
 def raise_invalid(error: msgspec.ValidationError) -> NoReturn:
-    """A 400 that names the field of a validation error."""
-    match = _PATH.search(str(error))
-    param = match[2] if match else None
+    """A 400 that names the field of a validation error; a field that is missing, too."""
+    path, member = _PATH.search(str(error)), _MEMBER.match(str(error))
+    parts = [part for part in (path and path[1].removesuffix("[...]"), member and member[1][:100]) if part]
+    param = ".".join(parts)
     message = _PATH.sub("", str(error)).replace("`", "'")
     raise bad_request(f"{param}: {message}" if param else message, param or None) from None

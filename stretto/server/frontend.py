@@ -32,6 +32,8 @@ from stretto.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""The code by which OpenAI's clients know that a prompt is too long."""
 _LONG_TEXT = 4096
 """Characters from which on a text is tokenised beside the event loop."""
 
@@ -97,7 +99,7 @@ class Frontend:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ApiError 400 for a model without one."""
         if self._tokenizer is None and self.info:
-            raise bad_request("this model came without a tokenizer: only prompts of token ids work")
+            raise bad_request("this model came without a tokenizer: only prompts of token ids work", "prompt")
         assert self._tokenizer is not None
         return self._tokenizer
 
@@ -152,7 +154,9 @@ class Frontend:
         if room and len(text) > room:
             raise bad_request(
                 f"the prompt has {len(text)} characters; no more than {room} can fit into the context length of "
-                f"{self.info.max_model_len} tokens"
+                f"{self.info.max_model_len} tokens",
+                "prompt",
+                CONTEXT_EXCEEDED,
             )
 
     async def beside(self, size: int, work: Callable[[], T]) -> T:
@@ -168,7 +172,10 @@ class Frontend:
         count, num_tokens = len(prompts) * params.n, sum(len(prompt.token_ids) for prompt in prompts)
         room = info.max_num_seqs + self.config.max_queued_requests
         if count > room:
-            raise bad_request(f"the request asks for {count} samples; this server takes {room} at once", "n")
+            raise bad_request(
+                f"the request asks for {count} samples; this server takes {room} at once",
+                "n" if params.n > 1 else "prompt",
+            )
         if engine.num_samples + count > room:
             raise too_many("the queue is full; try again later")
         limit = self.config.max_queued_tokens
@@ -187,15 +194,22 @@ class Frontend:
         return request
 
     def _check_context(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        longest, limit = max(len(prompt.token_ids) for prompt in prompts), self.info.max_model_len
+        if longest >= limit:
+            raise bad_request(
+                f"the prompt has {longest} tokens; at most {limit - 1} fit into the context length of {limit} with one "
+                "new token",
+                "prompt",
+                CONTEXT_EXCEEDED,
+            )
         if self.config.clamp_max_tokens or params.max_tokens is None:
             return
-        longest, limit = max(len(prompt.token_ids) for prompt in prompts), self.info.max_model_len
         if longest + params.max_tokens > limit:
             raise bad_request(
                 f"the prompt has {longest} tokens and max_tokens is {params.max_tokens}: together "
                 f"{longest + params.max_tokens}, more than the context length of {limit}",
                 "max_tokens",
-                "context_length_exceeded",
+                CONTEXT_EXCEEDED,
             )
 
     def close(self, request: OpenRequest) -> None:

@@ -117,7 +117,7 @@ def num_scores(prompts: Sequence[Prompt], params: SamplingParams) -> int:
         raise bad_request(
             f"the answer would hold {count} log-probabilities of prompts ({num_tokens} tokens, with "
             f"{params.prompt_logprobs} top tokens each); allowed: up to {MAX_SCORES}",
-            "logprobs",
+            "prompt_logprobs",
         )
     return count
 

@@ -30,7 +30,7 @@ NOT_BUILT: NotBuilt = {
     "functions": ([],),
     "metadata": (),
     "modalities": (["text"],),
-    "parallel_tool_calls": (),
+    "parallel_tool_calls": (True, False),  # without tools there is nothing to call
     "prediction": (),
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
@@ -88,6 +88,12 @@ class ChatRequest(Decoding, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)] | None = None
+
+    @property
+    def words(self) -> dict[str, str]:
+        """How this request calls what the engine calls otherwise."""
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
 
     @property
     def num_logprobs(self) -> int | None:

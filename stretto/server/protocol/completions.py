@@ -47,6 +47,12 @@ class CompletionRequest(Decoding, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
     @property
+    def words(self) -> dict[str, str]:
+        """How this request calls what the engine calls otherwise: with `echo`, `logprobs` asks about the prompt too."""
+        by_echo = self.echo and self.logprobs is not None and self.logprobs >= (self.prompt_logprobs or 0)
+        return {"prompt_logprobs": "logprobs"} if by_echo else {}
+
+    @property
     def score_only(self) -> bool:
         """Nothing is to follow the prompt. Raises ApiError unless it is echoed."""
         if self.max_tokens == 0 and not self.echo:
@@ -69,6 +75,12 @@ class CompletionRequest(Decoding, frozen=True, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one by one: each a text or token ids. Raises ApiError."""
+        found = self._prompts()
+        if self.add_special_tokens and not any(isinstance(prompt, str) for prompt in found):
+            raise bad_request("add_special_tokens is true; nothing is added to token ids", "add_special_tokens")
+        return found
+
+    def _prompts(self) -> list[str | list[int]]:
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from stretto.request import MAX_LOGIT_BIAS, SamplingParams
+from stretto.request import MAX_LOGIT_BIAS, MAX_TEMPERATURE, SamplingParams
 from stretto.server.errors import bad_request, raise_invalid
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -29,7 +29,8 @@ StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LE
 Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-BiasKey: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
+BiasKey: TypeAlias = Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,10}$"})]
+"""Checked with words that a person understands when the parameters are made."""
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 Amount: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -49,8 +50,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Decoding(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling fields that chat, completions and responses share; those after `user` are extensions."""
 
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     stream: bool | None = None
     user: Name | None = None
     """Whose request it is; it goes into the access log."""
@@ -84,13 +85,15 @@ class Decoding(msgspec.Struct, frozen=True, kw_only=True):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
-            "logit_bias": {int(key): value for key, value in (self.logit_bias or {}).items()} or None,
+            "logit_bias": self.logit_bias or None,
             "min_tokens": self.min_tokens,
             "ignore_eos": self.ignore_eos,
             "stop_token_ids": self.stop_token_ids,
             "skip_special_tokens": self.skip_special_tokens,
             "include_stop_str_in_output": self.include_stop_str_in_output,
         }
+        if self.top_p == 0:  # the smallest nucleus there is: the likeliest token
+            given.update(top_p=None, top_k=1)
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **chosen)
 
@@ -99,6 +102,12 @@ def no_prompt_scores_in(stream: bool | None, prompt_logprobs: int | None) -> Non
     """Raise ApiError where a stream is asked for the prompt's log-probabilities as a field of the answer."""
     if stream and prompt_logprobs is not None:
         raise bad_request("prompt_logprobs is not part of streams; ask for the whole answer", "prompt_logprobs")
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Raise ApiError where it is said how to send a stream that nobody asked for."""
+    if options is not None and not stream:
+        raise bad_request("stream_options is allowed only where stream is true", "stream_options")
 
 
 NotBuilt: TypeAlias = Mapping[str, tuple[object, ...]]

@@ -33,6 +33,10 @@ NOT_BUILT: NotBuilt = {
 }
 
 
+WORDS = {"prompt": "input", "logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
+"""How this endpoint calls what the engine calls otherwise."""
+
+
 class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of an item of the input: what was said to the model, or what it said (then it may bring its extras)."""
 
