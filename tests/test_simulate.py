@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from stretto.cli.app import app
 from stretto.config import SchedulerConfig
 from stretto.errors import InvalidRequest
 from stretto.simulate.engine import CostModel
@@ -109,7 +111,10 @@ def test_few_pages_make_the_latest_wait_or_give_way() -> None:
         ("at 0 arrive A prompt=3 prompt=4", "line 1, .*: prompt is given twice, 3 and '4'; allowed: once"),
         ("config page_size=4\nconfig page_size=8", "line 2, .*: page_size is given twice, 4 and '8'"),
         ("config page_size=3", r"config \(line 1\): page_size is 3; allowed: 1, 2"),
-        ("config num_pages=90000001 max_model_len=300000000", r"config \(line 1\): max_num_seqs is 4 and max_model_len"),
+        (
+            "config num_pages=19000001 max_model_len=70000000 max_num_seqs=16",
+            r"config \(line 1\): max_num_seqs is 16 and max_model_len",
+        ),
         ("config enable_prefix_caching=2", "enable_prefix_caching is 2; allowed: a whole number from 0 to 1"),
         ("at 0 arrive 'A prompt=3", "line 1, .*: no closing quotation; allowed: quotes in pairs"),
         ("at 0 arrive A prompt=3 \\", "line 1, .*: no escaped character"),
@@ -222,15 +227,45 @@ def test_public_trace_formats_are_read(tmp_path: Path) -> None:
     assert read_trace(plain).output_length.tolist() == [20]
 
 
+COLUMNS = "arrival_s,input_length,output_length\n"
+
+
+def json_line(**values: str) -> str:
+    fields = {"timestamp": "1", "input_length": "2", "output_length": "3", **values}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}\n"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", '{"timestamp": 1}\n', "line 1: KeyError"),
-        ("a.jsonl", "not json\n", "line 1"),
-        ("a.jsonl", '{"timestamp": 1, "input_length": 0, "output_length": 3}\n', "both must be at least 1"),
+        ("a.jsonl", '{"timestamp": 1}\n', "line 1: input_length is missing; allowed: a whole number from 1"),
+        ("a.jsonl", "not json\n", "line 1: it is no JSON: Expecting value"),
+        ("a.jsonl", "[1]\n", "line 1: it is '.1.'; allowed: a JSON object"),
+        pytest.param("a.jsonl", "[" * 100_000, "line 1: it is nested too deeply", id="nested"),
+        ("a.jsonl", json_line(timestamp="NaN"), "line 1: timestamp is nan; allowed: a number from -1e"),
+        ("a.jsonl", json_line(timestamp="-Infinity"), "line 1: timestamp is -inf; allowed"),
+        ("a.jsonl", json_line(timestamp="1e300"), r"line 1: timestamp is 1e\+300; allowed"),
+        ("a.jsonl", json_line(timestamp="true"), "line 1: timestamp is True; allowed"),
+        ("a.jsonl", json_line(timestamp="null"), "line 1: timestamp is missing; allowed"),
+        ("a.jsonl", json_line() + json_line(input_length="0"), "line 2: input_length is 0; allowed"),
+        ("a.jsonl", json_line(input_length="1" + "0" * 23), "line 1: input_length is 10+; allowed"),
+        ("a.jsonl", json_line(output_length="3.0"), "line 1: output_length is 3.0; allowed: a whole number"),
+        ("a.jsonl", json_line(hash_ids='["a"]'), r"line 1: hash_ids\[0\] is 'a'; allowed: a whole number"),
+        ("a.jsonl", json_line(hash_ids="[1, 2.5]"), r"line 1: hash_ids\[1\] is 2.5; allowed: a whole number"),
+        ("a.jsonl", json_line(hash_ids="7"), "line 1: hash_ids is '7'; allowed: a list"),
         ("a.jsonl", "", "has no requests"),
-        ("a.csv", "time,tokens\n1,2\n", "line 2: KeyError"),
-        ("a.csv", "arrival_s,input_length,output_length\n1,two,3\n", "line 2: ValueError"),
+        ("a.csv", "time,tokens\n1,2\n", "line 2: arrival_s is missing; allowed: a number"),
+        ("a.csv", f"{COLUMNS}1,two,3\n", "line 2: input_length is 'two'; allowed: a whole number"),
+        ("a.csv", f"{COLUMNS}1,2,3\n\nnan,2,3\n", "line 4: arrival_s is 'nan'; allowed: a number"),
+        ("a.csv", f"{COLUMNS}inf,2,3\n", "line 2: arrival_s is 'inf'; allowed: a number"),
+        ("a.csv", f"{COLUMNS}1,2\n", "line 2: output_length is missing; allowed"),
+        ("a.csv", f"{COLUMNS}1,-2,3\n", "line 2: input_length is -2; allowed"),
+        pytest.param("a.csv", f"{COLUMNS}{'1' * 200_000},2,3\n", "line 2: field larger", id="long field"),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n",
+            "line 2: TIMESTAMP is 'noon'; allowed: a date",
+        ),
     ],
 )
 def test_a_foreign_trace_is_refused_with_its_line(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -238,6 +273,58 @@ def test_a_foreign_trace_is_refused_with_its_line(tmp_path: Path, name: str, tex
     path.write_text(text)
     with pytest.raises(InvalidRequest, match=message):
         read_trace(path)
+
+
+def test_hashes_of_64_bits_stand_for_blocks_as_small_numbers_do(tmp_path: Path) -> None:
+    def trace(*hash_ids: list[int]) -> Trace:
+        path = tmp_path / "trace.jsonl"
+        path.write_text("".join(json_line(input_length="1100", hash_ids=str(ids)) for ids in hash_ids))
+        return read_trace(path)
+
+    large = trace([2**64 - 1, 2**63, 5], [2**64 - 1, -(2**62)], [2**100])
+    few = trace([1, 2, 3], [1, 4], [5])
+    for index in range(3):
+        assert large.prompt(index).tolist() == few.prompt(index).tolist()
+        assert len(large.prompt(index)) == 1100
+    assert simulate_load(large, small(), COSTS) == simulate_load(few, small(), COSTS)
+
+
+@pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf"), 1e9])
+@pytest.mark.parametrize("name", ["step_s", "prefill_token_s", "decode_row_s", "context_token_s", "host_turn_s"])
+def test_a_cost_that_no_step_can_have_is_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is .*; allowed: a number from 0 to 3600"):
+        CostModel(**{name: value})
+
+
+def test_a_load_that_costs_nothing_ends_at_once() -> None:
+    report = simulate_load(generate("sharegpt", 20, 0), small(), CostModel(0, 0, 0, 0, 0))
+    assert (report.requests, report.seconds, report.bubble_share) == (20, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), 1e-300])
+def test_a_rate_that_no_load_can_have_is_refused(rate: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"request_rate .* is .*; allowed: a number from 1e-06 to 1e\+09"):
+        generate("sharegpt", 10, rate)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step-us=-1000"], "step_us is -1000.0; allowed: a number from 0"),
+        (["--host-turn-us=nan"], "host_turn_us is nan; allowed: a number from 0"),
+        (["--request-rate=nan"], "request_rate (0: all at once) is nan; allowed"),
+        (["--seed=-1"], "seed is -1; allowed: a whole number from 0"),
+        (["--num-requests=0"], "num_requests is 0; allowed: a whole number from 1"),
+        (["--num-requests=1000000000000"], "num_requests is 1000000000000; allowed"),
+        (["--num-pages=0"], "num_pages is 0; allowed: a whole number from 1"),
+        (["--num-pages=1000000000"], "num_pages is 1000000001; allowed: up to"),
+        (["--max-num-seqs=1000000", "--max-num-batched-tokens=1000000"], "max_num_seqs is 1000000 and max_model_len"),
+    ],
+)
+def test_a_load_with_options_that_cannot_be_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", "--workload", "sharegpt", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_the_command_prints_a_schedule_and_a_load(tmp_path: Path) -> None:

@@ -57,9 +57,11 @@ def simulate(
             _show_script(script, as_json)
             return
         from stretto.config import SchedulerConfig
-        from stretto.simulate.engine import CostModel
+        from stretto.simulate.engine import MOST_COST_S, CostModel
         from stretto.simulate.trace import generate, read_trace
+        from stretto.simulate.values import MOST_TOKENS, check_size, number, whole_number
 
+        whole_number("num_pages", num_pages, 1, MOST_TOKENS)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -71,9 +73,15 @@ def simulate(
             enable_prefix_caching=prefix_cache,
             vocab_size=2**31 - 1,
         )
-        costs = CostModel(
-            *(us * 1e-6 for us in (step_us, prefill_token_us, decode_row_us, context_token_us, host_turn_us))
-        )
+        check_size(config)
+        given = {
+            "step_us": step_us,
+            "prefill_token_us": prefill_token_us,
+            "decode_row_us": decode_row_us,
+            "context_token_us": context_token_us,
+            "host_turn_us": host_turn_us,
+        }
+        costs = CostModel(*(number(name, us, 0, MOST_COST_S * 1e6) * 1e-6 for name, us in given.items()))
         load = read_trace(trace) if trace is not None else generate(workload or "", num_requests, request_rate, seed)
         _show_load(_run_load(load, config, costs), as_json)
 

@@ -6,15 +6,18 @@ The scheduler and the loop above it are the real ones, so a simulated schedule i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from stretto.device.base import Region
 from stretto.scheduler.batch import IntArray, StepPlan, StepResults
+from stretto.simulate.values import number
 
 Sample = Callable[[StepPlan], IntArray]
 """Tokens of a step's sampled rows (int64 [S]); -1 fails a row."""
+
+MOST_COST_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,11 @@ class CostModel:
     """Each token of KV that a decoding request reads."""
     host_turn_s: float = 2e-4
     """Host time of one turn of the loop."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest for a cost that is negative, not a number, or above an hour."""
+        for field in fields(self):
+            number(field.name, getattr(self, field.name), 0, MOST_COST_S)
 
     def device_s(self, plan: StepPlan) -> float:
         """Device seconds of one step."""

@@ -10,7 +10,7 @@ from stretto.errors import InvalidRequest
 MOST_TOKENS = 2**31 - 1
 """Longest length that may be written down; what is too long for the scheduler's config is another question."""
 MOST_PRIORITY = 2**31
-_MOST_PAGES = 100_000_000
+_MOST_PAGES = 20_000_000
 _MOST_TABLE = 2**31
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
