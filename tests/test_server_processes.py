@@ -178,6 +178,19 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(dummy_model: 
         assert server.leftovers() == []
 
 
+def test_an_engine_that_dies_while_requests_finish_ends_them_at_once(dummy_model: Path) -> None:
+    with ServerProcess(dummy_model, *OPTIONS, "--drain-timeout", str(PATIENCE)) as server:
+        stream = Stream(server, n=4)
+        stream.wait_for_data()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/ready")[0] == 503, "the drain to begin")
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda: server.get("/health")[0] != 200, "health to fail")
+        assert b'"engine_dead"' in stream.result()
+        assert server.process.wait(PATIENCE) == 1
+        assert "the engine process has died (signal 9)" in server.text
+
+
 def test_the_time_to_finish_has_an_end(dummy_model: Path) -> None:
     with ServerProcess(dummy_model, *OPTIONS, "--drain-timeout", "0.2") as server:
         stream = Stream(server, n=4)

@@ -280,7 +280,7 @@ class Supervisor:
 
     def _see_deaths(self) -> None:
         engine = self._engine
-        if engine is not None and engine.process.poll() is not None and not self._ending:
+        if engine is not None and engine.process.poll() is not None and self._failing_until is None:
             self._hear_last(engine)
             leads = " (rank 0)" if self._engine_config.tensor_parallel_size > 1 else ""
             self._fail(f"the engine process{leads} has died ({_describe(engine.process.returncode)})")
@@ -305,7 +305,7 @@ class Supervisor:
     def _see_stopped_engine(self, now: float) -> None:
         """Without their leader the other ranks end by themselves; then the server has to as well."""
         engine = self._engine
-        if engine is None or self._ending or self._engine_config.tensor_parallel_size == 1:
+        if engine is None or self._failing_until is not None or self._engine_config.tensor_parallel_size == 1:
             return
         if not is_stopped(engine.process.pid):
             self._engine_runs = now
