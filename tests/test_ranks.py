@@ -18,6 +18,7 @@ import pytest
 from stretto import LLM, SamplingParams
 from stretto.config import EngineConfig
 from stretto.distributed.digest import DigestCheck, RanksDiffer
+from stretto.distributed.leader import Leader
 from stretto.distributed.place import Place, place_of
 from stretto.errors import EngineBroken, InvalidRequest
 from tests.helpers.dummy_model import VOCAB_SIZE
@@ -261,13 +262,14 @@ def test_torchrun_says_which_rank_a_process_is() -> None:
     assert place_of(EngineConfig("model"), TORCHRUN).size == 1
 
 
-def test_a_closed_engine_leaves_nothing_and_says_so(dummy_model: Path) -> None:
+def test_an_engine_closed_under_load_ends_all_ranks_at_the_same_step(dummy_model: Path) -> None:
     with nothing_left():
         llm = LLM(str(dummy_model), tensor_parallel_size=2, **OPTIONS)
         stream = llm.stream("the quick", SamplingParams(max_tokens=900, ignore_eos=True))
         next(stream)
         llm.close()  # under load
         llm.close()
+        assert cast(Leader, llm._runtime._member).watch.last_steps() == {1: llm.stats().steps}
         del stream
     with pytest.raises(EngineBroken, match="stopped"):
         llm._runtime.step()

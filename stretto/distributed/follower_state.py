@@ -33,8 +33,8 @@ class FollowerState:
     """What it told, by stage."""
     closed_at: float | None = None
     """When its line ended."""
-    left: bool = False
-    """It said goodbye."""
+    last_steps: int | None = None
+    """Steps that it had done when it said goodbye; None: it has not."""
 
     def take(self, message: Message) -> None:
         """Remember what it says."""
@@ -46,11 +46,11 @@ class FollowerState:
         elif isinstance(message, FactsMessage):
             self.facts[message.stage] = message.values
         elif isinstance(message, Bye):
-            self.left = True
+            self.last_steps = message.steps
 
     def problem(self, now: float, patience: float) -> str | None:
         """Why it is lost, in one sentence; None while it is not. `patience`: seconds of silence that are forgiven."""
-        if self.left:
+        if self.last_steps is not None:
             return None
         steps = f", {self.beat.steps} steps done" if self.beat.steps else ""
         where = f"({self.beat.phase or 'start'}{steps})"

@@ -124,6 +124,10 @@ class Watch:
             self._fail(f"rank 0 failed: {_told(error)}")
         return str(self.failure)
 
+    def last_steps(self) -> dict[int, int | None]:
+        """After `close`: how many steps each follower had done when it ended in order; None: it did not."""
+        return {rank.rank: rank.last_steps for rank in self._ranks.values()}
+
     def loading(self, own: float) -> float:
         """Mean of how far all ranks are, with `own` for the leader."""
         return (own + sum(rank.loading for rank in self._ranks.values())) / self._place.size
@@ -248,7 +252,7 @@ class Watch:
     def _look_for_stuck(self) -> None:
         beats = {
             0: self.own_beat("running"),
-            **{rank.rank: rank.beat for rank in self._ranks.values() if not rank.left},
+            **{rank.rank: rank.beat for rank in self._ranks.values() if rank.last_steps is None},
         }
         found = find_stuck(beats)
         if found is not None:
@@ -301,7 +305,8 @@ class Watch:
         for rank in self._ranks.values():
             while rank.link is not None and not rank.link.closed and rank.link.wait(max(0.0, until - time.monotonic())):
                 try:
-                    rank.link.receive()  # until a rank on another host hangs up
+                    for message in rank.link.receive():  # until it hangs up
+                        rank.take(message)
                 except ValueError:
                     break
             if rank.link is not None:
