@@ -250,3 +250,24 @@ def test_a_failed_request_leaves_nothing_in_the_prefix_cache(depth: int) -> None
     simulation.run()
     simulation.assert_as_expected(again)
     assert again.request.num_cached == 0
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.TIMEOUT, FinishReason.STOP])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_neither_does_one_that_ends_before_its_failure_is_seen(depth: int, reason: FinishReason) -> None:
+    device = CheckingDevice(depth, device_delay=(1e-3, 2e-3), host_delay=(0, 1e-6))
+    simulation = Simulation(small_config(overlap_depth=depth), device)
+    model = simulation.runtime.engine.model
+    logits = model.logits
+    model.logits = lambda hidden: logits(hidden) * float("nan")  # type: ignore[method-assign]
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    ended = simulation.add(prompt, endless(5))
+    simulation.turn()
+    simulation.runtime.scheduler.end(ended.request, reason)
+    simulation.run()
+    assert ended.terminal == [reason]
+    assert simulation.runtime.stats().num_cached_pages == 0
+    model.logits = logits  # type: ignore[method-assign]
+    again = simulation.add(prompt, endless(3))
+    simulation.run()
+    simulation.assert_as_expected(again)

@@ -56,6 +56,8 @@ class Lifecycle:
         self._hooks = hooks
         self._leaving: dict[int, Request] = {}
         """Requests that will be released once their launched steps are processed, by uid."""
+        self._distrusted: set[int] = set()
+        """Of those, the ones whose KV may be no numbers."""
         self._ended: list[Request] = []
         """Ended since the last output: their terminal results are still to be told."""
 
@@ -140,6 +142,13 @@ class Lifecycle:
             self._save_tokens(request)
             self._leave_when_processed(request)
 
+    def distrust(self, request: Request) -> None:
+        """A row of `request`, which may have ended otherwise since it was launched, was no numbers: nor may its KV be.
+
+        `release` will take it out of the cache. Only of a request that holds a slot.
+        """
+        self._distrusted.add(request.uid)
+
     def preempt(self, request: Request, need: int) -> None:
         """Make `request` give its pages back and compute again later; results of its launched steps still count.
 
@@ -213,8 +222,9 @@ class Lifecycle:
         if request.state is RequestState.PREEMPTING:
             self._save_tokens(request)
         forgotten: list[int] = []
-        if request.finish_reason is FinishReason.ERROR:
-            forgotten = self.pages.forget(request)  # its KV may be no numbers either
+        if request.uid in self._distrusted:
+            self._distrusted.remove(request.uid)
+            forgotten = self.pages.forget(request)
         else:
             # The newest token's KV is not computed, and that of a step past the end is not the sequence's.
             self._share(request, min(int(self.slots.length[slot]), len(request.token_ids) - 1))

@@ -25,6 +25,8 @@ def take_in(
     alive_S = slots.active[slots_S]
     tokens_S, position_S, is_last_S = results.tokens_S, plan.position_S, plan.is_last_S
     if not alive_S.all():
+        for slot in slots_S[~alive_S & (tokens_S < 0)].tolist():
+            lifecycle.distrust(slots.holder(slot))
         slots_S, tokens_S = slots_S[alive_S], tokens_S[alive_S]
         position_S, is_last_S = position_S[alive_S], is_last_S[alive_S]
     failed_S = tokens_S < 0
@@ -37,6 +39,7 @@ def take_in(
     for row in np.flatnonzero(stop_S | is_last_S | failed_S).tolist():
         request = slots.holder(int(slots_S[row]))
         if failed_S[row]:
+            lifecycle.distrust(request)
             lifecycle.finish(request, FinishReason.ERROR)
         elif stop_S[row]:
             request.stop_token = int(tokens_S[row])
