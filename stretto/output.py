@@ -75,6 +75,9 @@ class Sample:
         self._text = None if tokenizer is None else AnswerText(tokenizer, request.params)
         self._parts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprob_sum = 0.0
+        self._num_summed = 0
+        """Tokens whose log-probabilities are in the sum."""
         self._seen_parts = 0
         self._seen_tokens = 0
         self._seen_finish = False
@@ -133,20 +136,28 @@ class Sample:
         return output
 
     def _output(self, first_part: int, first_token: int) -> CompletionOutput:
-        rows = None if self.request.logprobs is None else self.request.logprobs[: len(self._token_ids)]
-        logprobs = None
-        if rows is not None:
-            tokens = self._token_ids[first_token:]
-            logprobs = [self._logprobs(token, row) for token, row in zip(tokens, rows[first_token:], strict=True)]
+        tokens = self._token_ids[first_token:]
+        known, logprobs, total = self.request.logprobs, None, None
+        if known is not None:
+            rows = known[first_token : len(self._token_ids)]
+            logprobs = [self._logprobs(token, row) for token, row in zip(tokens, rows, strict=True)]
+            total = self._sum_logprobs(known)
         return CompletionOutput(
             index=self.index,
             text="".join(self._parts[first_part:]),
-            token_ids=self._token_ids[first_token:],
-            cumulative_logprob=None if rows is None else sum(row.logprob for row in rows),
+            token_ids=tokens,
+            cumulative_logprob=total,
             logprobs=logprobs,
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self.stop_reason,
         )
+
+    def _sum_logprobs(self, known: Sequence[TokenLogprobs]) -> float:
+        """Of all tokens so far; looks only at those that came since the last call."""
+        for row in known[self._num_summed : len(self._token_ids)]:
+            self._logprob_sum += row.logprob
+        self._num_summed = len(self._token_ids)
+        return self._logprob_sum
 
     def prompt_logprobs(self) -> PromptRows | None:
         """Of each prompt token; None where nobody asked, or as long as not all are known."""
@@ -185,6 +196,7 @@ class Job:
         self.request_id = request_id
         self.prompt = prompt
         self.samples: list[Sample] = []
+        self._prompt_ids = list(map(int, prompt.token_ids))
         self._prompt_told = False
 
     @property
@@ -209,7 +221,7 @@ class Job:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=list(map(int, self.prompt.token_ids)),
+            prompt_token_ids=self._prompt_ids,
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self.samples[0].request.num_cached,
