@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -70,10 +71,11 @@ def test_of_ties_the_lowest_ids_are_kept_however_many_there_are() -> None:
             Row(top_p=0.6),
             Row(top_k=40, top_p=0.5, min_p=0.01),
             Row(top_p=0.25, temperature=0.7),
+            Row(top_k=10, top_p=0.5),
         ]
     )
-    logits = ties(4, 70)
-    logits[3] = 1.5
+    logits = ties(5, 70)
+    logits[3:] = 1.5
     for candidates in (4, 64):
         kernels = KernelRows(rows, 70, DEVICE, block=64, candidates=candidates, programs=8)
         tokens = kernels.sample(logits)
@@ -81,7 +83,19 @@ def test_of_ties_the_lowest_ids_are_kept_however_many_there_are() -> None:
         assert torch.equal(kept, kernels.kept_by_reference(logits))
         assert kept.sum(1)[0] == 30
         assert kept[3].nonzero()[:, 0].tolist() == list(range(18)), "0.25 of 70 equal tokens"
-        assert kept[torch.arange(4), tokens].all()
+        assert kept[4].nonzero()[:, 0].tolist() == list(range(5)), "half of those that top-k leaves"
+        assert kept[torch.arange(5), tokens].all()
+
+
+def test_weights_are_rounded_as_plain_torch_rounds_them() -> None:
+    """The best token weighs 2**34, the others 10.6: in a sum of so many it shows whether they count as 10 or as 11."""
+    logits = torch.full((1, 200), -math.log(2**34 / 10.6), device=DEVICE)
+    logits[0, 77] = 0.0
+    kernels = KernelRows([Row(top_p=1 - 2**-24)], 200, DEVICE, block=256, candidates=256)
+    kernels.sample(logits)
+    kept = kernels.kept(logits)
+    assert torch.equal(kept, kernels.kept_by_reference(logits))
+    assert kept.sum() == 200 - (2**34 + 199 * 11) // 2**24 // 11
 
 
 def test_nothing_depends_on_the_neighbours_or_the_number_of_programs() -> None:

@@ -80,6 +80,9 @@ def test_a_row_is_alone_what_it_is_in_any_batch() -> None:
     logits = logits_of("flat", 200, torch.bfloat16)
     together = KernelRows(rows, VOCABULARY, logits.device)
     tokens = together.sample(logits).tolist()
+    plain = [row for row in range(200) if rows[row].top_k == 0 and rows[row].top_p == 1 and rows[row].min_p == 0]
+    without = KernelRows([rows[row] for row in plain], VOCABULARY, logits.device)
+    assert without.sample(logits[plain], filtered=False).tolist() == [tokens[row] for row in plain]
     for row in range(0, 200, 17):
         alone = KernelRows(rows[row : row + 1], VOCABULARY, logits.device)
         assert alone.sample(logits[row : row + 1]).tolist() == tokens[row : row + 1]

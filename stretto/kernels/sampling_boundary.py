@@ -105,21 +105,19 @@ def tile_ranks(data, tile, VOCABULARY: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _prefix(
-    last_rank, last_id, cap_rank, cap_id, data, BY_COUNT: tl.constexpr, OVER_ROW: tl.constexpr,
+    last_rank, last_id, data, BY_COUNT: tl.constexpr, OVER_ROW: tl.constexpr,
     VOCABULARY: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    """Tokens, or weight, of what lies neither behind the boundary nor behind the cap: int64.
+    """Tokens, or weight, of what does not lie behind the boundary: int64.
 
-    `data`: (ranks, ids, weights) of candidates, none of them behind the cap, or what `tile_ranks` takes.
+    `data`: (ranks, ids, weights) of candidates, or what `tile_ranks` takes.
     """
     last_rank, last_id = last_rank.to(tl.int32), last_id.to(tl.int32)
     if OVER_ROW:
-        cap_rank, cap_id = cap_rank.to(tl.int32), cap_id.to(tl.int32)
         total = tl.zeros([TILE], dtype=tl.int64)
         for tile in range(TILES):
             ids, rank = tile_ranks(data, tile, VOCABULARY, TILE)
             inside = (rank < last_rank) | ((rank == last_rank) & (ids <= last_id))
-            inside &= (rank < cap_rank) | ((rank == cap_rank) & (ids <= cap_id))
             if BY_COUNT:
                 total += inside.to(tl.int64)
             else:
@@ -132,14 +130,17 @@ def _prefix(
 
 @triton.jit
 def _search(
-    target, low, high, cap_rank, cap_id, data, BY_COUNT: tl.constexpr, OVER_ROW: tl.constexpr,
+    target, low, high, data, BY_COUNT: tl.constexpr, OVER_ROW: tl.constexpr,
     VOCABULARY: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
-    """The boundary (rank in [low, high], id; int64) of the smallest prefix whose weight reaches the target."""
+    """The boundary (rank in [low, high], id; int64) of the smallest prefix whose weight reaches the target.
+
+    A filter that came before needs no look: what it keeps is a prefix too, and reaches the target.
+    """
     all_ids = low * 0 + ALL
     while low < high:
         middle = (low + high) >> 1
-        reached = _prefix(middle, all_ids, cap_rank, cap_id, data, BY_COUNT, OVER_ROW, VOCABULARY, TILE, TILES)
+        reached = _prefix(middle, all_ids, data, BY_COUNT, OVER_ROW, VOCABULARY, TILE, TILES)
         low = tl.where(reached < target, middle + 1, low)
         high = tl.where(reached < target, high, middle)
     first = low * 0
@@ -152,7 +153,7 @@ def _search(
         last = tl.max(tl.where(equal, ids, -1), 0).to(tl.int64)
     while first < last:
         middle = (first + last) >> 1
-        reached = _prefix(low, middle, cap_rank, cap_id, data, BY_COUNT, OVER_ROW, VOCABULARY, TILE, TILES)
+        reached = _prefix(low, middle, data, BY_COUNT, OVER_ROW, VOCABULARY, TILE, TILES)
         first = tl.where(reached < target, middle + 1, first)
         last = tl.where(reached < target, last, middle)
     return low, first
@@ -207,18 +208,15 @@ def finish(
             high = tl.minimum(high, tl.max(tl.where(c < size, rank, 0), 0))
             if by_count != 0:
                 data = (rank, ids, (c < size).to(tl.int64))
-                limit, last = _search(
-                    target - count_below, low, high, limit, last, data, True, False, VOCABULARY, TILE, TILES
-                )
+                limit, last = _search(target - count_below, low, high, data, True, False, VOCABULARY, TILE, TILES)
             if has_top_p:
                 weight = tl.where(c < size, token_weights(rank), 0)
                 if by_count != 0:
                     kept = (rank < limit) | ((rank == limit) & (ids <= last))
-                    weight = tl.where(kept, weight, 0)
-                    target = target_mass(top_p, tl.sum(weight, 0))
+                    target = target_mass(top_p, tl.sum(tl.where(kept, weight, 0), 0))
                     high = limit
                 limit, last = _search(
-                    target - weight_below, low, high, limit, last, (rank, ids, weight), False, False,
+                    target - weight_below, low, high, (rank, ids, weight), False, False,
                     VOCABULARY, TILE, TILES
                 )  # fmt: skip
         if found == SEARCHING:
@@ -226,13 +224,13 @@ def finish(
             best = row_best(maximum_ptr, row, maximum_stride, TILES)
             whole = (logits_ptr, row, logits_stride, best, temperature)
             if by_count != 0:
-                limit, last = _search(target, low, high, limit, last, whole, True, True, VOCABULARY, TILE, TILES)
+                limit, last = _search(target, low, high, whole, True, True, VOCABULARY, TILE, TILES)
             if has_top_p:
                 if by_count != 0:
-                    total = _prefix(limit, last, limit, last, whole, False, True, VOCABULARY, TILE, TILES)
+                    total = _prefix(limit, last, whole, False, True, VOCABULARY, TILE, TILES)
                     target = target_mass(top_p, total)
                     low = low * 0
                     high = limit
-                limit, last = _search(target, low, high, limit, last, whole, False, True, VOCABULARY, TILE, TILES)
+                limit, last = _search(target, low, high, whole, False, True, VOCABULARY, TILE, TILES)
     tl.store(limit_ptr + row, limit.to(tl.int32))
     tl.store(last_ptr + row, last.to(tl.int32))
