@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from stretto.errors import InvalidRequest
+from stretto.observe.faults import Faults
 from stretto.typed_fields import check_types
 
 MAX_OVERLAP_DEPTH = 8
@@ -169,6 +170,7 @@ class EngineConfig:
         if self.dtype not in DTYPES:
             raise InvalidRequest(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
         check_types(self)
+        Faults.parse(self.inject)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidRequest(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; allowed: above 0, up to 1"

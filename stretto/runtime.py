@@ -27,7 +27,7 @@ from stretto.engine.runner import EagerRunner, MakeRunner
 from stretto.errors import EngineBroken, InvalidRequest, NotSupported, Overloaded, StrettoError
 from stretto.observe.annotations import mark
 from stretto.observe.engine import ObservedEngine
-from stretto.observe.inject import Faults
+from stretto.observe.faults import Faults
 from stretto.observe.sync_guard import SyncGuard
 from stretto.observe.timeline import LAUNCH, OTHER, PROCESS, RECEIVE, SCHEDULE, WAIT, Timeline
 from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray

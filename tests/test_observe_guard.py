@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -10,11 +12,12 @@ import pytest
 import torch
 
 from stretto import LLM, InvalidRequest, SamplingParams
+from stretto.config import EngineConfig
 from stretto.device.cpu import CpuDevice
 from stretto.engine.staging import RingEntry
 from stretto.observe import HiddenSync, SyncGuard
 from stretto.observe.engine import ObservedEngine
-from stretto.observe.inject import Faults
+from stretto.observe.faults import Faults
 from stretto.observe.trace.kinds import BLOCKING_WORDS, Severity
 from stretto.runtime import Runtime
 from stretto.scheduler.batch import StepPlan
@@ -26,8 +29,6 @@ X = torch.arange(6)
 
 
 def _line() -> int:
-    import sys
-
     return sys._getframe(1).f_lineno
 
 
@@ -159,11 +160,26 @@ def test_faults_are_spelt_as_documented(text: str | list[str], faults: Faults) -
 
 
 @pytest.mark.parametrize(
-    "text", ["sync", "sync@forward", "slow-host", "slow-host=2", "slow-host=-1ms", "slow-device=2m"]
+    "text",
+    ["sync", "sync@forward", "slow-host", "slow-host=2", "slow-host=-1ms", "slow-device=2m", "slow-host=61s", ""],
 )
 def test_other_faults_are_refused_before_anything_is_loaded(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="sync@sample, pageable@stage, slow-host=2ms, slow-device=5ms"):
-        LLM("no-such-model", inject=text)
+    for make in (EngineConfig, LLM):
+        with pytest.raises(InvalidRequest, match="sync@sample, pageable@stage, slow-host=2ms, slow-device=5ms"):
+            make("no-such-model", inject=text)
+
+
+def test_faults_are_checked_without_torch() -> None:
+    code = """
+import sys
+from stretto.config import EngineConfig
+try:
+    EngineConfig("m", inject="sync@forward")
+except ValueError as error:
+    print("torch" in sys.modules, error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False inject is 'sync@forward'; allowed: sync@sample")
 
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

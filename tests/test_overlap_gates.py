@@ -17,7 +17,7 @@ from stretto.device.base import DeviceFault
 from stretto.device.checking import CheckingDevice
 from stretto.observe import HiddenSync, SyncGuard
 from stretto.observe.engine import ObservedEngine
-from stretto.observe.inject import Faults
+from stretto.observe.faults import Faults
 from stretto.observe.trace.kinds import Severity
 from stretto.observe.verdict import Verdict, judge
 from stretto.request import SamplingParams

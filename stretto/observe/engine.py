@@ -14,7 +14,8 @@ import torch
 from stretto.engine.engine import Engine, InFlightStep
 from stretto.engine.staging import PlanLayout, ResultBuffers, RingEntry
 from stretto.observe.annotations import Span, span, spans_wanted
-from stretto.observe.inject import Faults, Injector
+from stretto.observe.faults import Faults
+from stretto.observe.inject import Injector
 from stretto.observe.sync_guard import SyncGuard
 from stretto.observe.watched_stream import WatchedStream
 from stretto.scheduler.batch import StepPlan

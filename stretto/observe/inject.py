@@ -1,63 +1,28 @@
 """Faults on purpose: a hidden sync, a pageable upload, a slow host, a slow device, each at a line that can be found.
 
-Owns the faults and their spelling. They change when things happen, never a result. The two syncs are the classic ones:
-a truth value of a device tensor in sampling (the overlap is lost), and plan data from pageable memory (the launch is
-late). On the CPU device, whose tensors are host memory, the sync waits for the worker as CUDA's would for the GPU.
+Commits the faults that `faults.py` spells. They change when things happen, never a result. The two syncs are the
+classic ones: a truth value of a device tensor in sampling (the overlap is lost), and plan data from pageable memory
+(the launch is late). On the CPU device, whose tensors are host memory, the sync waits for the worker as CUDA's would
+for the GPU.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stretto.device.base import Device, Stream
 from stretto.device.checking import CheckingDevice
-from stretto.errors import InvalidRequest, NotSupported
+from stretto.errors import NotSupported
+from stretto.observe.faults import Faults
 from stretto.observe.host_reads import READING_CALLS
 
-SPELLINGS = ("sync@sample", "pageable@stage", "slow-host=2ms", "slow-device=5ms")
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 _NUMBERS = 4096
 """Length of the list that `pageable@stage` uploads."""
 _BLOCK = bytes(65536)
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """What goes wrong in every step. Times in seconds."""
-
-    sync_at_sample: bool = False
-    pageable_at_stage: bool = False
-    slow_host_s: float = 0.0
-    slow_device_s: float = 0.0
-
-    @classmethod
-    def parse(cls, texts: str | Iterable[str]) -> Faults:
-        """From `sync@sample`, `slow-host=2ms`... one or several, also with commas. Raises InvalidRequest."""
-        given = [texts] if isinstance(texts, str) else list(texts)
-        found: dict[str, Any] = {}
-        for text in (part.strip() for entry in given for part in entry.split(",")):
-            name, _, value = text.partition("=")
-            amount = _TIME.fullmatch(value)
-            if text == "sync@sample":
-                found["sync_at_sample"] = True
-            elif text == "pageable@stage":
-                found["pageable_at_stage"] = True
-            elif name in ("slow-host", "slow-device") and amount is not None:
-                found[f"{name.replace('-', '_')}_s"] = float(amount[1]) * _UNITS[amount[2]]
-            else:
-                raise InvalidRequest(f"inject is {text!r}; allowed: {', '.join(SPELLINGS)} (times in us, ms or s)")
-        return cls(**found)
-
-    def __bool__(self) -> bool:
-        return self != Faults()
 
 
 class Injector:
