@@ -12,6 +12,9 @@ from pathlib import Path
 
 from tests.helpers.server_process import alive
 
+_SHARED = ("stretto", "torch", "gloo", "nccl", "psm_", "sem.")
+"""How names of what Stretto and its libraries could leave in /dev/shm begin; other programs use it too."""
+
 
 def children_of(pid: int) -> list[int]:
     """Processes that run and were started by `pid`, and those that these have started."""
@@ -51,7 +54,8 @@ def nothing_left(seconds: float = 5.0) -> Iterator[None]:
     gc.collect()
 
     def here() -> tuple[set[int], set[str], set[str]]:
-        return set(children_of(os.getpid())), listening(), set(os.listdir("/dev/shm"))
+        shared = {name for name in os.listdir("/dev/shm") if name.startswith(_SHARED)}
+        return set(children_of(os.getpid())), listening(), shared
 
     before = here()
     yield
