@@ -36,7 +36,12 @@ from stretto.version import __version__
 
 def build_app(frontend: Frontend) -> ASGIApp:
     """The whole application of one front end."""
-    app = FastAPI(title="Stretto", version=__version__, description="OpenAI-compatible API of a Stretto server.")
+    app = FastAPI(
+        title="Stretto",
+        version=__version__,
+        description="OpenAI-compatible API of a Stretto server.",
+        redirect_slashes=False,  # a redirect would lead to the host that the client names
+    )
     service = ServiceEndpoints(frontend)
     operations: list[Operation] = []
 
@@ -48,7 +53,8 @@ def build_app(frontend: Frontend) -> ASGIApp:
             response: Response = await endpoint(request)
             return response
 
-        app.add_api_route(path, handle, methods=[method], name=path, include_in_schema=False, **also)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, handle, methods=methods, name=path, include_in_schema=False, **also)
 
     chat, completions, responses = ChatEndpoint(frontend), CompletionsEndpoint(frontend), ResponsesEndpoint(frontend)
     route("POST", "/v1/chat/completions", chat, body=ChatRequest, answer=ChatCompletion)
@@ -71,13 +77,14 @@ def build_app(frontend: Frontend) -> ASGIApp:
         app.add_exception_handler(kind, _client_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _client_error)
-    wrapped: ASGIApp = Gate(app, frontend.config, frontend.metrics)
+    wrapped: ASGIApp = Gate(app, app.routes, frontend.config, frontend.metrics)
     if frontend.config.allowed_origins:
         wrapped = CORSMiddleware(
             wrapped,
             allow_origins=frontend.config.allowed_origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("authorization", "content-type", "x-request-id"),
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),  # clients send headers of their own, such as OpenAI's x-stainless-...
+            expose_headers=("x-request-id", "retry-after"),
         )
     return wrapped
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -12,6 +13,10 @@ from stretto.server.errors import ApiError
 from stretto.server.settings import ServerConfig
 
 _NOTE = "stretto.note"
+REFUSED = "stretto.refused"
+"""In a scope: the ApiError with which the HTTP protocol refuses the request."""
+_LEAST_RATE = 1024
+"""Bytes per second that a body has to come with on average, after a time of grace."""
 
 
 def too_large(limit: int) -> ApiError:
@@ -20,18 +25,22 @@ def too_large(limit: int) -> ApiError:
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """The whole body. Raises ApiError 413 as soon as it is too large, 408 if it does not come."""
+    """The whole body. Raises ApiError 413 as soon as it is too large, 408 if it does not come, or only drop by drop."""
     limit = config.max_body_bytes
+    started = time.monotonic()
     parts: list[bytes] = []
     size = 0
     more = True
     while more:
+        left = started + config.slow_client_timeout + size / _LEAST_RATE - time.monotonic()
         try:
-            message = await asyncio.wait_for(request.receive(), config.slow_client_timeout)
+            message = await asyncio.wait_for(request.receive(), min(config.slow_client_timeout, left))
         except TimeoutError:
             raise ApiError(408, "the body did not come in time", code="timeout") from None
         if message["type"] == "http.disconnect":
             raise ApiError(400, "the body is incomplete")
+        if REFUSED in request.scope:
+            raise request.scope[REFUSED]
         part = message.get("body", b"")
         size += len(part)
         if size > limit:

@@ -16,9 +16,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.server.bodies import Note, put_note, too_large
+from stretto.server.bodies import REFUSED, Note, put_note, too_large
 from stretto.server.delivery import SEND, ClientLeft
 from stretto.server.errors import ApiError, internal_error
 from stretto.server.metrics import Metrics
@@ -37,8 +38,10 @@ CLIENT_LEFT = 499
 class Gate:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], config: ServerConfig, metrics: Metrics) -> None:
+        """`routes` are those of `app`: what is refused before it gets there is counted under them."""
         self._app = app
+        self._routes = routes
         self._config = config
         self._metrics = metrics
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
@@ -78,6 +81,8 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         """Raise ApiError unless the request may come in."""
+        if REFUSED in scope:
+            raise scope[REFUSED]
         headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
         if self._key_digests and scope["path"] not in OPEN_ROUTES and not self._has_key(headers):
             raise ApiError(401, "a valid API key is needed", kind="authentication_error", code="invalid_api_key")
@@ -98,8 +103,7 @@ class Gate:
         return False
 
     def _log(self, scope: Scope, status: int, started: float, request_id: bytes, note: Note) -> None:
-        route: Any = scope.get("route")
-        self._metrics.http(getattr(route, "path", "other"), status)
+        self._metrics.http(self._route(scope), status)
         if self._config.access_log:
             client = scope.get("client") or ("-", 0)
             access.info(
@@ -112,6 +116,13 @@ class Gate:
                 request_id.decode(),
                 note.text(),
             )
+
+    def _route(self, scope: Scope) -> str:
+        """The path of the route that the request is for; never what the client made up."""
+        route: Any = scope.get("route")
+        if route is None:
+            route = next((one for one in self._routes if one.matches(scope)[0] is not Match.NONE), None)
+        return getattr(route, "path", "other")
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

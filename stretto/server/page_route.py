@@ -27,7 +27,7 @@ def add_page(app: FastAPI, frontend: Frontend) -> None:
     async def watch(request: Request) -> Response:
         return await live(request)
 
-    app.add_api_route("/", show, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/", show, methods=["GET", "HEAD"], include_in_schema=False)
     app.add_api_route("/engine/live", watch, methods=["GET"], include_in_schema=False)
 
 
