@@ -23,7 +23,8 @@ from stretto.output import Job
 from stretto.progress import AnswerProgress
 from stretto.prompts import Prompt, PromptType, parse_prompt, parse_prompts
 from stretto.request import RequestOutput, SamplingParams
-from stretto.runtime import Runtime, RuntimeStats
+from stretto.runtime import Runtime
+from stretto.runtime_stats import RuntimeStats
 from stretto.vllm_options import translate
 
 if TYPE_CHECKING:

@@ -6,11 +6,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
+from stretto.admission import Admission
 from stretto.assembly import Progress, assemble
 from stretto.attention.base import AttentionBackend
 from stretto.cache.base import NO_KEY, CacheKey, NoCache, PrefixCache
@@ -22,15 +20,15 @@ from stretto.distributed.link import Beat
 from stretto.distributed.member import ALONE, Member
 from stretto.distributed.place import place_of
 from stretto.engine.engine import Engine, StepModel
-from stretto.engine.random import fresh_seed
 from stretto.engine.runner import EagerRunner, MakeRunner
-from stretto.errors import EngineBroken, InvalidRequest, NotSupported, Overloaded, StrettoError
+from stretto.errors import EngineBroken, NotSupported, StrettoError
 from stretto.observe.annotations import mark
 from stretto.observe.engine import ObservedEngine
 from stretto.observe.faults import Faults
 from stretto.observe.sync_guard import SyncGuard
 from stretto.observe.timeline import LAUNCH, OTHER, PROCESS, RECEIVE, SCHEDULE, WAIT, Timeline
 from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray
+from stretto.runtime_stats import RuntimeStats
 from stretto.scheduler.batch import StepOutput
 from stretto.scheduler.loop import Loop, Witness
 from stretto.scheduler.scheduler import Scheduler
@@ -43,45 +41,6 @@ MakeTurns = Callable[[Inbox, Callable[[], float]], TurnSource]
 logger = logging.getLogger("stretto.ranks")
 ACTIVITIES = {OTHER: "outside", RECEIVE: "receive", WAIT: "device"} | dict.fromkeys((SCHEDULE, LAUNCH, PROCESS), "host")
 """What other ranks are told about the phases of the loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeStats:
-    """Sums since the start. Times are seconds of device time unless a name says otherwise."""
-
-    steps: int
-    prompt_tokens: int
-    """Prompt tokens computed, those computed again after a preemption included."""
-    output_tokens: int
-    busy_s: float
-    bubble_s: float
-    bubble_share: float
-    """Share of device time in which the device had no work queued although a request was runnable."""
-    runnable_s: float
-    """Wall time while anything was runnable."""
-    occupancy: float
-    """Device busy / wall time while anything was runnable."""
-    overlap_window_s: float
-    """Mean time of a step in which the host could work for free: see `TimelineTotals.window_s`."""
-    receive_s: float
-    """Host time of the loop's phases since the start: this and the next four."""
-    schedule_s: float
-    launch_s: float
-    blocked_s: float
-    process_s: float
-    hidden_syncs: int | None
-    """Unplanned waits of the host for the device; None: nobody watches (`sync_guard`)."""
-    preemptions: int
-    overlap_depth: int
-    num_pages: int
-    """KV pages that requests can hold."""
-    num_free_pages: int
-    """Those that requests could take now, unused cached ones included."""
-    num_cached_pages: int
-    cached_tokens: int
-    """Prompt tokens that were not computed because their KV was cached."""
-    num_running: int
-    num_waiting: int
 
 
 class _Outbox:
@@ -134,6 +93,7 @@ class Runtime:
         """
         self.scheduler_config = config
         self.device = device
+        self._admission = Admission(config)
         self._pool = PagePool(config.num_pages)
         if cache is None:
             cache = RadixCache(self._pool, config.page_size) if config.enable_prefix_caching else NoCache()
@@ -251,93 +211,26 @@ class Runtime:
         saying what was given and what is allowed; then nothing is queued.
         """
         ids = self.check(prompt_ids, params)
-        config = self.scheduler_config
-        self._check_queue(len(ids))
-        stop_ids = dict.fromkeys([] if params.ignore_eos else config.eos_ids)
-        stop_ids.update(dict.fromkeys(params.stop_token_ids or ()))
-        wanted = config.max_model_len if params.max_tokens is None else len(ids) + params.max_tokens
-        request = Request(
-            uid=self._num_arrived,
-            prompt_ids=ids,
-            params=params,
-            seed=fresh_seed() if seed is None else seed,
-            final_len=min(wanted, config.max_model_len),
-            stop_ids=tuple(stop_ids),
-            priority=priority,
-            cache_key=cache_key,
-            logprobs=None if params.logprobs is None else [],
+        if self._admission.limits_queue:
+            prefill, arriving = self.scheduler.lifecycle.prefill, self._outbox.arriving
+            self._admission.check_queue(
+                len(ids),
+                prefill.num_waiting + len(arriving),
+                prefill.num_waiting_tokens + sum(len(request.prompt_ids) for request in arriving),
+            )
+        request = self._admission.request(
+            self._num_arrived, ids, params, seed=seed, priority=priority, cache_key=cache_key
         )
         self._num_arrived += 1
         self._requests[request.uid] = request
         mark(f"stretto.request {request.uid} arrives: {len(ids)} prompt tokens")
-        timeout_s = config.request_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.scheduler_config.request_timeout_s if timeout_s is None else timeout_s
         self._outbox.put(AddRequest(request, None if timeout_s is None else self.device.now() + timeout_s))
         return request
 
-    def _check_queue(self, num_tokens: int) -> None:
-        """Raise Overloaded if one more request of `num_tokens` would make the queue too long."""
-        config, prefill = self.scheduler_config, self.scheduler.lifecycle.prefill
-        if config.max_queued_requests is None and config.max_queued_tokens is None:
-            return
-        arriving = self._outbox.arriving
-        requests = prefill.num_waiting + len(arriving)
-        if config.max_queued_requests is not None and requests >= config.max_queued_requests:
-            raise Overloaded(f"{requests} requests wait already; max_queued_requests is {config.max_queued_requests}")
-        tokens = prefill.num_waiting_tokens + sum(len(request.prompt_ids) for request in arriving)
-        if config.max_queued_tokens is not None and tokens + num_tokens > config.max_queued_tokens:
-            raise Overloaded(
-                f"{tokens} prompt tokens wait already and the request brings {num_tokens}; max_queued_tokens is "
-                f"{config.max_queued_tokens}"
-            )
-
     def check(self, prompt_ids: Sequence[int] | TokenArray, params: SamplingParams) -> TokenArray:
         """`prompt_ids` as int32 if the engine can run them with `params`; otherwise raises InvalidRequest."""
-        config = self.scheduler_config
-        try:
-            ids = np.asarray(prompt_ids)
-        except (ValueError, OverflowError):
-            ids = np.empty(0, np.object_)
-        if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-            raise InvalidRequest(f"prompt token ids must be a flat list of whole numbers below {config.vocab_size}")
-        if len(ids) == 0:
-            raise InvalidRequest("the prompt is empty: it needs at least one token")
-        bad = ids[(ids < 0) | (ids >= config.vocab_size)]
-        if len(bad):
-            raise InvalidRequest(
-                f"token id {bad[0]} is not in the vocabulary: allowed are 0 to {config.vocab_size - 1}"
-            )
-        if len(ids) >= config.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(ids)} tokens; at most {config.max_model_len - 1} fit into the context length of "
-                f"{config.max_model_len} with one new token: shorten it or raise max_model_len"
-            )
-        if params.logprobs is not None and params.logprobs > config.max_logprobs:
-            raise InvalidRequest(
-                f"logprobs is {params.logprobs}; allowed: up to {config.max_logprobs} (the engine's max_logprobs)"
-            )
-        if params.prompt_logprobs is not None and params.prompt_logprobs > config.max_logprobs:
-            raise InvalidRequest(
-                f"prompt_logprobs is {params.prompt_logprobs}; allowed: up to {config.max_logprobs} (the engine's "
-                "max_logprobs)"
-            )
-        for token_id in params.stop_token_ids or ():
-            if token_id >= config.vocab_size:
-                raise InvalidRequest(
-                    f"stop_token_ids has {token_id}, which is not in the vocabulary: allowed are 0 to "
-                    f"{config.vocab_size - 1}"
-                )
-        for token_id in params.logit_bias or ():
-            if token_id >= config.vocab_size:
-                raise InvalidRequest(
-                    f"logit_bias has token {token_id}, which is not in the vocabulary: allowed are 0 to "
-                    f"{config.vocab_size - 1}"
-                )
-        count = len({*(params.stop_token_ids or ()), *(() if params.ignore_eos else config.eos_ids)})
-        if count > config.max_stop_ids:
-            raise InvalidRequest(
-                f"stop_token_ids has {count} ids, end-of-sequence ids included; allowed: up to {config.max_stop_ids}"
-            )
-        return ids.astype(np.int32)
+        return self._admission.check(prompt_ids, params)
 
     def end(self, request: Request, reason: FinishReason = FinishReason.ABORT, num_output: int | None = None) -> None:
         """End a request with the next `step`: an abort, or a stop string complete with `num_output` output tokens.

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from stretto.runtime import RuntimeStats
+from stretto.runtime_stats import RuntimeStats
 from stretto.server import metrics
 from tests.helpers.server_process import ServerProcess
 
