@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -37,18 +38,18 @@ class CompletionsEndpoint:
         """Handle one request. Raises ApiError."""
         frontend = self._frontend
         frontend.check_ready()
-        body = read(await read_body(request, frontend.config), p.CompletionRequest, p.NOT_BUILT)
+        data = await read_body(request, frontend.config)
+        body = read(data, p.CompletionRequest, p.NOT_BUILT)
         check_stream_options(body.stream, body.stream_options)
         model = frontend.check_model(body.model)
         with in_words_of(body, body.words):
             params = self._params(body)
-            special = True if body.add_special_tokens is None else body.add_special_tokens
-            prompts = [
-                await frontend.encode(prompt, special) if isinstance(prompt, str) else Prompt(None, prompt)
-                for prompt in body.prompts()
-            ]
+            frontend.check_room(body.num_prompts, params.n)
+            prompts = await frontend.beside(len(data), lambda: self._prompts(body))
             size = num_scores(prompts, params)
-            echoes = [_echo(frontend, prompt) if body.echo else "" for prompt in prompts]
+            echoes = [""] * len(prompts)
+            if body.echo:
+                echoes = await frontend.beside(len(data), lambda: [_echo(frontend, prompt) for prompt in prompts])
             opened = await frontend.submit(prompts, params, body.priority)
         note(request, opened.answer, body.user)
         tokenizer = frontend.tokenizer if frontend.has_tokenizer else None
@@ -69,6 +70,14 @@ class CompletionsEndpoint:
         except BaseException:
             self._frontend.close(opened)
             raise
+
+    def _prompts(self, body: p.CompletionRequest) -> list[Prompt]:
+        frontend = self._frontend
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        return [
+            frontend.encode(prompt, special) if isinstance(prompt, str) else Prompt(None, np.asarray(prompt, np.int32))
+            for prompt in body.prompts(frontend.info.max_model_len)
+        ]
 
     def _params(self, body: p.CompletionRequest) -> SamplingParams:
         max_tokens = p.DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

@@ -132,7 +132,10 @@ class ServiceEndpoints:
         ids = list(map(int, prompt.token_ids))
         texts = None
         if body.return_token_strs:
-            texts = [frontend.tokenizer.decode((token_id,), skip_special_tokens=False) for token_id in ids]
+            tokenizer = frontend.tokenizer
+            texts = await frontend.beside(
+                len(ids), lambda: [tokenizer.decode((token_id,), skip_special_tokens=False) for token_id in ids]
+            )
         return json_response(TokenizeResponse(len(ids), frontend.info.max_model_len, ids, texts))
 
     async def _prompt(self, body: TokenizeRequest) -> Prompt:
@@ -141,7 +144,8 @@ class ServiceEndpoints:
             if body.add_generation_prompt is not None:
                 raise bad_request("add_generation_prompt is for messages, not for prompt", "add_generation_prompt")
             special = True if body.add_special_tokens is None else body.add_special_tokens
-            return await frontend.encode(body.prompt, special)
+            text = body.prompt
+            return await frontend.beside(len(text), lambda: frontend.encode(text, special))
         if body.add_special_tokens is not None:
             raise bad_request(
                 "add_special_tokens is for prompt; with messages the chat template writes them", "add_special_tokens"

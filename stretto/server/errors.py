@@ -82,6 +82,20 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""The code by which OpenAI's clients know that a prompt is too long."""
+
+
+def prompt_too_long(num_tokens: int, limit: int) -> ApiError:
+    """400: the prompt does not fit into the context length of `limit` tokens."""
+    return bad_request(
+        f"the prompt has {num_tokens} tokens; at most {limit - 1} fit into the context length of {limit} with one new "
+        "token",
+        "prompt",
+        CONTEXT_EXCEEDED,
+    )
+
+
 def too_many(message: str) -> ApiError:
     """429: later perhaps."""
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after=BUSY_RETRY)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from stretto.errors import StrettoError
 from stretto.ipc.client import Answer, EngineClient
 from stretto.ipc.control import EngineInfo
@@ -17,12 +19,14 @@ from stretto.prompts import Prompt
 from stretto.request import SamplingParams
 from stretto.server.errors import (
     BUSY_RETRY,
+    CONTEXT_EXCEEDED,
     DRAIN_RETRY,
     LOADING_RETRY,
     ApiError,
     as_api_error,
     bad_request,
     engine_dead,
+    prompt_too_long,
     too_many,
     unavailable,
 )
@@ -31,11 +35,10 @@ from stretto.server.settings import ServerConfig
 from stretto.tokenizer import Tokenizer
 
 T = TypeVar("T")
-
-CONTEXT_EXCEEDED = "context_length_exceeded"
-"""The code by which OpenAI's clients know that a prompt is too long."""
 _LONG_TEXT = 4096
 """Characters from which on a text is tokenised beside the event loop."""
+_MESSAGE_COST = 64
+"""Characters whose tokens cost about as much as what a template does with a message."""
 
 
 class RequestTimedOut(StrettoError):
@@ -129,22 +132,20 @@ class Frontend:
             raise ApiError(404, f"the model '{name[:200]}' does not exist here", param="model", code="model_not_found")
         return name
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> Prompt:
-        """A text as a prompt. Long ones do not keep the event loop. Raises InvalidRequest or ApiError."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> Prompt:
+        """A text as a prompt. Long ones take their time: to be called `beside`. Raises InvalidRequest or ApiError."""
         self.check_length(text)
-        tokenizer = self.tokenizer
-        ids = await self.beside(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        return Prompt(text, ids)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return Prompt(text, np.asarray(ids, np.int32))
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Prompt:
         """A conversation as a prompt. Raises InvalidRequest with the template's own words, or ApiError."""
         tokenizer = self.tokenizer
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(len(message["content"]) + _MESSAGE_COST for message in messages)
 
         def work() -> Prompt:
             text = tokenizer.apply_chat_template(messages, **options)
-            self.check_length(text)
-            return Prompt(text, tokenizer.encode(text, add_special_tokens=False))
+            return self.encode(text, add_special_tokens=False)
 
         return await self.beside(size, work)
 
@@ -160,7 +161,7 @@ class Frontend:
             )
 
     async def beside(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work`, in a thread if the `size` of its input says that it takes long."""
+        """Run `work`, in a thread if the `size` of its input, all of it together, says that it takes long."""
         return work() if size < _LONG_TEXT else await asyncio.to_thread(work)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -168,16 +169,8 @@ class Frontend:
     async def submit(self, prompts: Sequence[Prompt], params: SamplingParams, priority: int | None) -> OpenRequest:
         """Queue all samples of all prompts. Raises ApiError; whoever gets the request closes it."""
         self.check_ready()
-        engine, info = self.engine, self.info
-        count, num_tokens = len(prompts) * params.n, sum(len(prompt.token_ids) for prompt in prompts)
-        room = info.max_num_seqs + self.config.max_queued_requests
-        if count > room:
-            raise bad_request(
-                f"the request asks for {count} samples; this server takes {room} at once",
-                "n" if params.n > 1 else "prompt",
-            )
-        if engine.num_samples + count > room:
-            raise too_many("the queue is full; try again later")
+        self.check_room(len(prompts), params.n)
+        engine, num_tokens = self.engine, sum(len(prompt.token_ids) for prompt in prompts)
         limit = self.config.max_queued_tokens
         if limit is not None and self._open_tokens and self._open_tokens + num_tokens > limit:
             raise too_many("the queue holds too many tokens; try again later")
@@ -193,15 +186,20 @@ class Frontend:
         self._open.add(request)
         return request
 
+    def check_room(self, num_prompts: int, n: int) -> None:
+        """Raise ApiError unless so many samples may be queued: to be asked before their prompts cost anything."""
+        count, room = num_prompts * n, self.info.max_num_seqs + self.config.max_queued_requests
+        if count > room:
+            raise bad_request(
+                f"the request asks for {count} samples; this server takes {room} at once", "n" if n > 1 else "prompt"
+            )
+        if self.engine.num_samples + count > room:
+            raise too_many("the queue is full; try again later")
+
     def _check_context(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         longest, limit = max(len(prompt.token_ids) for prompt in prompts), self.info.max_model_len
         if longest >= limit:
-            raise bad_request(
-                f"the prompt has {longest} tokens; at most {limit - 1} fit into the context length of {limit} with one "
-                "new token",
-                "prompt",
-                CONTEXT_EXCEEDED,
-            )
+            raise prompt_too_long(longest, limit)
         if self.config.clamp_max_tokens or params.max_tokens is None:
             return
         if longest + params.max_tokens > limit:

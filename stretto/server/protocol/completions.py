@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from stretto.server.errors import bad_request
+from stretto.server.errors import bad_request, prompt_too_long
 from stretto.server.protocol.fields import (
     MAX_LIST,
     MAX_SAMPLES,
@@ -73,29 +73,39 @@ class CompletionRequest(Decoding, frozen=True, kw_only=True):
             raise bad_request(f"best_of is {self.best_of}; allowed: the value of n, {n}", "best_of")
         return n
 
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, one by one: each a text or token ids. Raises ApiError."""
-        found = self._prompts()
+    @property
+    def num_prompts(self) -> int:
+        """How many there are; nothing is looked at yet."""
+        prompt = self.prompt
+        is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        return 1 if is_one else len(prompt)
+
+    def prompts(self, max_length: int) -> list[str | list[int]]:
+        """The prompts, one by one: each a text or fewer than `max_length` token ids. Raises ApiError."""
+        found = self._prompts(max_length)
         if self.add_special_tokens and not any(isinstance(prompt, str) for prompt in found):
             raise bad_request("add_special_tokens is true; nothing is added to token ids", "add_special_tokens")
         return found
 
-    def _prompts(self) -> list[str | list[int]]:
+    def _prompts(self, max_length: int) -> list[str | list[int]]:
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
             raise bad_request("prompt is empty", "prompt")
         if isinstance(prompt[0], int):
-            return [_ids(prompt, "prompt")]
+            return [_ids(prompt, "prompt", max_length)]
         if len(prompt) > MAX_LIST:
             raise bad_request(f"prompt has {len(prompt)} entries; allowed: up to {MAX_LIST}", "prompt")
         return [
-            entry if isinstance(entry, str) else _ids(entry, f"prompt[{index}]") for index, entry in enumerate(prompt)
+            entry if isinstance(entry, str) else _ids(entry, f"prompt[{index}]", max_length)
+            for index, entry in enumerate(prompt)
         ]
 
 
-def _ids(value: Any, where: str) -> list[int]:
+def _ids(value: Any, where: str, max_length: int) -> list[int]:
+    if isinstance(value, list) and len(value) >= max_length:
+        raise prompt_too_long(len(value), max_length)
     if not isinstance(value, list) or any(type(item) is not int or not 0 <= item < 2**31 for item in value):
         raise bad_request(f"{where}: expected a text or a list of token ids (whole numbers from 0)", "prompt")
     return value

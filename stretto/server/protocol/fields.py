@@ -115,20 +115,22 @@ NotBuilt: TypeAlias = Mapping[str, tuple[object, ...]]
 
 
 def read(body: bytes, kind: type[T], not_built: NotBuilt) -> T:
-    """The request in `body`. Raises ApiError 400, which names the field that is wrong."""
+    """The request in `body`. Raises ApiError 400, which names the field that is wrong.
+
+    Of what is not wanted, however much it is, no objects are made.
+    """
     try:
-        fields = msgspec.json.decode(body)
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise bad_request("the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise bad_request("the body is not valid JSON in UTF-8") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None
-    if not isinstance(fields, dict):
-        raise bad_request("the body must be a JSON object")
     known = kind.__struct_fields__
-    for name in list(fields):
+    for name, raw in fields.items():
         if name in not_built:
-            value = fields.pop(name)
-            if value is not None and not any(same(value, harmless) for harmless in not_built[name]):
+            if not _is_harmless(raw, not_built[name]):
                 raise bad_request(
                     f"'{name}' is not supported by this server; leave it out", name, "unsupported_parameter"
                 )
@@ -137,11 +139,27 @@ def read(body: bytes, kind: type[T], not_built: NotBuilt) -> T:
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise bad_request(f"unknown field '{name[:100]}'{hint}", name[:100], "unknown_parameter")
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise_invalid(error)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise bad_request("the body is not valid JSON in UTF-8") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None
+
+
+_LONGEST_HARMLESS = 256
+"""Bytes of JSON; nothing that means the same as leaving a field out is longer."""
+
+
+def _is_harmless(raw: msgspec.Raw, harmless: tuple[object, ...]) -> bool:
+    if memoryview(raw).nbytes > _LONGEST_HARMLESS:
+        return False
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return value is None or any(same(value, other) for other in harmless)
 
 
 _NOT_FREE = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
