@@ -143,6 +143,29 @@ def test_stale_and_released_pages_never_leak_into_a_row() -> None:
     check_steps(backend, [good], [[19], [1], [1], [15], [1]])
 
 
+@pytest.mark.parametrize("chunks", [[20], [1, 19], [12, 8]])
+def test_a_prompt_shows_nan_in_a_query_or_the_first_key(chunks: list[int]) -> None:
+    """Where every score is NaN, torch's attention gives zeros: nothing of the fault would be left to see."""
+    for part in ("query", "key"):
+        backend = make_backend()
+        (row,) = rows_of(backend, [20])
+        q_LTNH = torch.randn(LAYERS, 20, 4, 64)
+        bad = 15 if part == "query" else 0
+        if part == "query":
+            q_LTNH[:, bad, 0] = math.nan
+        else:
+            row.keys_LCKH[:, bad] = math.nan
+        begin = 0
+        for count in chunks:
+            o_LTNH = run_step(backend, [row], [count], 16, q_LTNH[:, begin : begin + count])
+            for token in range(begin, begin + count):
+                faulty = token == bad if part == "query" else True
+                assert bool(o_LTNH[:, token - begin, 0].isnan().all()) == faulty, (part, token)
+            if part == "query":
+                assert not o_LTNH[:, :, 1].isnan().any()
+            begin += count
+
+
 def test_a_row_of_nan_fails_alone() -> None:
     backend = make_backend()
     rows = rows_of(backend, [40, 40, 40])

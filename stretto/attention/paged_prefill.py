@@ -88,6 +88,7 @@ class PagedPrefill:
                 q_KGtH, k_KGCH, v_KGCH, is_causal=True, scale=scale
             )
             o_tKGH.copy_(o_KGtH.permute(2, 0, 1, 3))
+            o_tKGH.add_(_not_numbers(q_KGtH, k_KCH))
             return
         for begin in range(0, num_new, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, num_new)
@@ -100,6 +101,7 @@ class PagedPrefill:
                 scale=scale,
             )
             o_tKGH[begin:end].copy_(o_KGtH.permute(2, 0, 1, 3))
+        o_tKGH.add_(_not_numbers(q_KGtH, k_KCH))
 
     def _causal_mask(self, num_queries: int, seen: int) -> torch.Tensor:
         """[t, seen], 0 or -inf: the last query sees everything, each one before it one key less.
@@ -113,3 +115,13 @@ class PagedPrefill:
             mask[:, -QUERY_BLOCK:] = block.triu(1)
             self._mask = mask
         return self._mask[QUERY_BLOCK - num_queries :, self._mask.shape[1] - seen :]
+
+
+def _not_numbers(q_KGtH: torch.Tensor, k_KCH: torch.Tensor) -> torch.Tensor:
+    """What to add to the output, [t, K, G, 1]: NaN where a query, or a key that it sees, holds no number; else 0.
+
+    torch's attention gives 0 to a query whose scores are all NaN, and the fault would pass for an answer.
+    """
+    q_KGt = q_KGtH.sum(-1).mul_(0)
+    k_KC = k_KCH.sum(-1).mul_(0).cumsum(-1)
+    return q_KGt.add_(k_KC[:, None, -q_KGt.shape[-1] :]).permute(2, 0, 1).unsqueeze(-1)
