@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from stretto.engine.adjustment import AdjustmentTables, adjust
-from stretto.engine.sampler import SampledOut, SamplingMix, SamplingRows, sample
+from stretto.engine.sampler import SampledOut, sample
+from stretto.engine.sampling_rows import SamplingMix, SamplingRows
 from stretto.engine.scratch import Scratch
 
 CASES: dict[str, dict[str, float]] = {

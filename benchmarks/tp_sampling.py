@@ -23,7 +23,8 @@ import torch
 from torch.distributed import TCPStore
 
 from stretto.distributed.group import TensorGroup, connect_group
-from stretto.engine.sampler import SampledOut, SamplingMix, SamplingRows, sample
+from stretto.engine.sampler import SampledOut, sample
+from stretto.engine.sampling_rows import SamplingMix, SamplingRows
 from stretto.engine.split_sampling import sample_split
 
 VOCABULARIES = (32_000, 49_152, 151_936)

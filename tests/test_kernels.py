@@ -195,7 +195,8 @@ def sampled_by_kernels(
 
 @pytest.mark.parametrize("vocabulary", [11, 4096, 9001])
 def test_sampling_chooses_what_the_sampler_chooses(vocabulary: int) -> None:
-    from stretto.engine.sampler import SampledOut, SamplingMix, SamplingRows, sample
+    from stretto.engine.sampler import SampledOut, sample
+    from stretto.engine.sampling_rows import SamplingMix, SamplingRows
 
     rows = 24
     logits = random(rows, vocabulary) * 3

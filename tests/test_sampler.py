@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.engine.sampler import SampledOut, SamplingMix, sample
+from stretto.engine.sampler import SampledOut, sample
+from stretto.engine.sampling_rows import SamplingMix
 from tests.helpers.no_sync import no_host_reads
 from tests.helpers.sampling import (
     Row,

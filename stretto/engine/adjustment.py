@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from stretto.engine.sampler import SamplingMix
+from stretto.engine.sampling_rows import SamplingMix
 from stretto.engine.scratch import Scratch
 from stretto.engine.staging import ADJUSTMENT_WORDS, AdjustmentLayout
 from stretto.request import MAX_LOGIT_BIAS

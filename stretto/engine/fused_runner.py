@@ -22,7 +22,7 @@ from stretto.engine.adjustment import adjust
 from stretto.engine.graphs import FILTERED, FORWARD, NUM_KINDS, WHOLE, DecodeGraphs, ladder
 from stretto.engine.logprobs import write_logprobs
 from stretto.engine.runner import MakeRunner, RunnerParts, score_prompts
-from stretto.engine.sampler import SamplingMix
+from stretto.engine.sampling_rows import SamplingMix
 from stretto.engine.staging import PlanLayout, pack
 from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_mixed
 from stretto.kernels.sampling import SampleScratch, mask_stop_ids, sample_rows

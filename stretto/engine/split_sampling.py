@@ -15,14 +15,8 @@ from torch import Tensor
 from stretto.distributed.group import TensorGroup
 from stretto.engine.ordering import BLOCK, block_maxima, first_argmax
 from stretto.engine.random import negative_exponentials, row_keys, token_lanes
-from stretto.engine.sampler import (
-    GREEDY_BELOW,
-    HIGHEST_TEMPERATURE,
-    SampledOut,
-    SamplingMix,
-    SamplingRows,
-    rows_at_once,
-)
+from stretto.engine.sampler import HIGHEST_TEMPERATURE, SampledOut, rows_at_once
+from stretto.engine.sampling_rows import GREEDY_BELOW, SamplingMix, SamplingRows
 from stretto.engine.scratch import Scratch
 
 

@@ -9,7 +9,7 @@ import torch
 
 from stretto.config import SchedulerConfig
 from stretto.engine.adjustment import AdjustmentTables
-from stretto.engine.sampler import SamplingMix, SamplingRows
+from stretto.engine.sampling_rows import SamplingMix, SamplingRows
 from stretto.engine.staging import ADMISSION_WORDS
 
 POISON = 2**40

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stretto.engine.sampler import SamplingMix
+from stretto.engine.sampling_rows import SamplingMix
 from stretto.prompt_logprobs import ScoredTokens
 from stretto.request import Request, TokenArray
 

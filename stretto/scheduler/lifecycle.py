@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stretto.cache.base import Prefix, PrefixCache
+from stretto.cache.base import NoCache, Prefix, PrefixCache
 from stretto.request import FinishReason, Request, RequestState
 from stretto.scheduler.decode import DecodeManager
 from stretto.scheduler.monitor import ScheduleMonitor
@@ -53,6 +53,8 @@ class Lifecycle:
         self.decode = DecodeManager()
         self.num_preemptions = 0
         self.num_cached_tokens = 0
+        self.num_queried_tokens = 0
+        """Tokens of prompts that were looked for in the prefix cache; those found are `num_cached_tokens`."""
         self._hooks = hooks
         self._leaving: dict[int, Request] = {}
         """Requests that will be released once their launched steps are processed, by uid."""
@@ -87,6 +89,8 @@ class Lifecycle:
         if request.num_preemptions == 0:
             request.num_cached = prefix.num_tokens
             self.num_cached_tokens += prefix.num_tokens
+            if request.prompt_logprobs is None and not isinstance(self.cache, NoCache):
+                self.num_queried_tokens += len(request.prompt_ids)
 
     def chunk_scheduled(self, chunk: Chunk) -> None:
         """The step that is being planned writes the chunk's KV: whoever is admitted from now on may share it.

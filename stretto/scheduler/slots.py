@@ -11,7 +11,7 @@ import heapq
 import numpy as np
 
 from stretto.config import SchedulerConfig
-from stretto.engine.sampler import GREEDY_BELOW, SamplingMix
+from stretto.engine.sampling_rows import GREEDY_BELOW, SamplingMix
 from stretto.request import Request, TokenArray
 from stretto.scheduler.batch import Adjustment, BoolArray, IntArray
 

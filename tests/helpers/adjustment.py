@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from stretto.engine.adjustment import AdjustmentTables, adjust
-from stretto.engine.sampler import SamplingMix
+from stretto.engine.sampling_rows import SamplingMix
 from stretto.engine.scratch import Scratch
 from stretto.engine.staging import PlanLayout, pack
 from stretto.request import SamplingParams

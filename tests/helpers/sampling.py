@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.engine.sampler import SampledOut, SamplingMix, SamplingRows, sample
+from stretto.engine.sampler import SampledOut, sample
+from stretto.engine.sampling_rows import SamplingMix, SamplingRows
 
 
 @dataclass(frozen=True)

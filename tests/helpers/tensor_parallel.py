@@ -19,7 +19,8 @@ from stretto.config import SchedulerConfig
 from stretto.device.cpu import CpuDevice
 from stretto.distributed.group import TensorGroup
 from stretto.engine.runner import EagerRunner, MakeRunner
-from stretto.engine.sampler import SampledOut, SamplingMix, SamplingRows, sample
+from stretto.engine.sampler import SampledOut, sample
+from stretto.engine.sampling_rows import SamplingMix, SamplingRows
 from stretto.engine.split_sampling import sample_split
 from stretto.errors import EngineBroken
 from stretto.models.loader import load_model
