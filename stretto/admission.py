@@ -74,14 +74,21 @@ class Admission:
         """Whether the queue's length matters at all."""
         return self._config.max_queued_requests is not None or self._config.max_queued_tokens is not None
 
-    def check_queue(self, num_tokens: int, waiting: int, waiting_tokens: int) -> None:
-        """Raise Overloaded if one more request, of `num_tokens` prompt tokens, would make the queue too long."""
+    def check_queue(self, num_tokens: int, pending: int, pending_tokens: int, num_running: int) -> None:
+        """Raise Overloaded if one more request, of `num_tokens` prompt tokens, would make the queue too long.
+
+        `pending` requests have not started, with `pending_tokens` in all. As many of them as there are free slots start
+        with the next step: the queue is what is left.
+        """
         config = self._config
+        waiting = pending - (config.max_num_seqs - num_running)
+        if waiting < 0:
+            return
         if config.max_queued_requests is not None and waiting >= config.max_queued_requests:
             raise Overloaded(f"{waiting} requests wait already; max_queued_requests is {config.max_queued_requests}")
-        if config.max_queued_tokens is not None and waiting_tokens + num_tokens > config.max_queued_tokens:
+        if config.max_queued_tokens is not None and pending_tokens + num_tokens > config.max_queued_tokens:
             raise Overloaded(
-                f"{waiting_tokens} prompt tokens wait already and the request brings {num_tokens}; max_queued_tokens "
+                f"{pending_tokens} prompt tokens wait already and the request brings {num_tokens}; max_queued_tokens "
                 f"is {config.max_queued_tokens}"
             )
 

@@ -57,7 +57,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests and share it between requests that begin alike."""
     max_queued_requests: int | None = None
-    """Requests that may wait for a slot; None: any number."""
+    """Requests that may wait, none of the slots being free for them; None: any number."""
     max_queued_tokens: int | None = None
     """Prompt tokens that the waiting requests may bring together; None: any number."""
     request_timeout_s: float | None = None

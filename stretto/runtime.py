@@ -217,6 +217,7 @@ class Runtime:
                 len(ids),
                 prefill.num_waiting + len(arriving),
                 prefill.num_waiting_tokens + sum(len(request.prompt_ids) for request in arriving),
+                self.scheduler.num_running,
             )
         request = self._admission.request(
             self._num_arrived, ids, params, seed=seed, priority=priority, cache_key=cache_key
@@ -305,6 +306,7 @@ class Runtime:
             num_free_pages=self._pool.num_free + self.scheduler.cache.num_evictable,
             num_cached_pages=self.scheduler.cache.num_held,
             cached_tokens=self.scheduler.lifecycle.num_cached_tokens,
+            queried_tokens=self.scheduler.lifecycle.num_queried_tokens,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
         )

@@ -15,10 +15,11 @@ SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 def test_a_full_queue_refuses_with_numbers_and_harms_nobody() -> None:
     simulation = Simulation(small_config(max_num_seqs=1, max_queued_requests=2))
-    streams = [simulation.add([1, 2], SHORT) for _ in range(2)]
+    streams = [simulation.add([1, 2], SHORT) for _ in range(3)]
     with pytest.raises(Overloaded, match="2 requests wait already; max_queued_requests is 2"):
         simulation.runtime.add([1], SHORT)
-    simulation.turn()
+    while simulation.runtime.scheduler.num_waiting != 1:
+        simulation.turn()
     streams.append(simulation.add([3], SHORT))
     simulation.run()
     for stream in streams:
@@ -26,7 +27,7 @@ def test_a_full_queue_refuses_with_numbers_and_harms_nobody() -> None:
 
 
 def test_queued_tokens_are_limited() -> None:
-    simulation = Simulation(small_config(max_queued_tokens=10))
+    simulation = Simulation(small_config(max_num_seqs=1, max_queued_tokens=10))
     simulation.add([1] * 6, SHORT)
     with pytest.raises(
         Overloaded, match="6 prompt tokens wait already and the request brings 5; max_queued_tokens is 10"
@@ -34,6 +35,16 @@ def test_queued_tokens_are_limited() -> None:
         simulation.runtime.add([1] * 5, SHORT)
     simulation.add([1] * 4, SHORT)
     simulation.run()
+
+
+def test_who_finds_a_free_slot_does_not_queue() -> None:
+    simulation = Simulation(small_config(max_num_seqs=4, max_queued_requests=1, max_queued_tokens=3))
+    streams = [simulation.add([1, 2, i], SHORT) for i in range(3)]
+    simulation.turn()
+    streams.append(simulation.add([5, 6, 7, 8], SHORT))
+    simulation.run()
+    for stream in streams:
+        simulation.assert_as_expected(stream)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
