@@ -24,12 +24,16 @@ def test_equal_prompts_that_arrive_together_share_their_prefill(depth: int) -> N
     assert simulation.runtime.stats().prompt_tokens == 12 + 3 * 4
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("length", [1, 4, 8, 12])
-def test_a_fully_cached_prompt_leaves_one_token_to_compute(page_size: int, length: int) -> None:
-    simulation = Simulation(small_config(page_size=page_size, num_pages=1 + 96 // page_size))
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize(("num_pages", "more"), [(0, 1), (1, 0), (1, 1), (2, 0), (3, 0)])
+def test_a_fully_cached_prompt_leaves_one_token_to_compute(page_size: int, num_pages: int, more: int) -> None:
+    length = num_pages * page_size + more
+    config = small_config(
+        page_size=page_size, num_pages=1 + 8 + 512 // page_size, max_model_len=256, max_num_batched_tokens=64
+    )
+    simulation = Simulation(config)
     for _ in range(3):
-        stream = simulation.add(STEM[:length], LONG)
+        stream = simulation.add((STEM * 17)[:length], LONG)
         simulation.run()
         simulation.assert_as_expected(stream)
     assert stream.request.num_cached == (length - 1) // page_size * page_size

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,9 +24,27 @@ DELAYS = [((0.0, 1e-3), (0.0, 1e-3)), ((0.0, 5e-3), (0.0, 1e-4)), ((0.0, 1e-4), 
 STEMS = [[], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2]]
 """Beginnings that prompts share."""
 
+PAGE_SIZES = (1, 2, 4, 16, 64)
+LARGE = 16
+"""Pages of so many tokens are longer than these."""
+
 prompts = st.builds(
     lambda stem, own: stem + own, st.sampled_from(STEMS), st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=6)
 )
+
+
+def behind_whole_pages(prompt: list[int], page_size: int) -> list[int]:
+    """The prompt behind two pages, if its beginning is shared: pages are shared whole, large ones too.
+
+    The first is that of all such prompts, the second of those alone whose beginnings part late.
+    """
+    if page_size < LARGE or prompt[:4] != STEMS[1][:4]:
+        return prompt
+    first = [1 + i % (VOCAB - 1) for i in range(page_size)]
+    second = [9 if prompt[4:6] == [9, 9] else 5, *first[1:]]
+    return [*first, *second, *prompt]
+
+
 adjustments = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
@@ -54,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(0, 3),
         chunk=st.integers(4, 24),
-        page_size=st.sampled_from([1, 2, 4, 16, 64]),
+        page_size=st.sampled_from(PAGE_SIZES),
         spare_pages=st.integers(0, 20),
         caching=st.booleans(),
         policy=st.sampled_from(["mixed", "prefill-first"]),
@@ -72,11 +92,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         delays: tuple[tuple[float, float], tuple[float, float]],
         seed: int,
     ) -> None:
+        self.page_size = page_size
+        longest = 24 + (2 * page_size if page_size >= LARGE else 0)
         config = small_config(
             overlap_depth=depth,
-            max_num_batched_tokens=chunk,
+            max_num_batched_tokens=chunk + (longest - 24) // 4,
+            max_model_len=longest,
             page_size=page_size,
-            num_pages=1 + -(-24 // page_size) + spare_pages,
+            num_pages=1 + -(-longest // page_size) + spare_pages,
             enable_prefix_caching=caching,
             batch_policy=policy,
         )
@@ -86,7 +109,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, params=params, priority=st.integers(-1, 1))
     def arrive(self, prompt: list[int], params: SamplingParams, priority: int) -> None:
-        self.simulation.add(prompt, params, priority=priority)
+        if self.page_size >= LARGE and params.max_tokens is None:
+            params = replace(params, max_tokens=12)  # such contexts are long
+        self.simulation.add(behind_whole_pages(prompt, self.page_size), params, priority=priority)
 
     @precondition(lambda self: self.simulation.streams)
     @rule(data=st.data())
@@ -110,8 +135,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def test_any_interleaving_gives_the_serial_streams() -> None:
+    cached: Counter[int] = Counter()
+
+    class CountsSharing(SchedulerMachine):
+        def teardown(self) -> None:
+            super().teardown()
+            if hasattr(self, "simulation"):
+                cached[self.page_size] += sum(s.request.num_cached for s in self.simulation.streams.values())
+
     run_state_machine_as_test(
-        SchedulerMachine,
+        CountsSharing,
         settings=settings(
             max_examples=EXAMPLES,
             stateful_step_count=20,
@@ -119,6 +152,8 @@ def test_any_interleaving_gives_the_serial_streams() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    if EXAMPLES >= 1000:  # so many draw everything
+        assert all(cached[page_size] for page_size in PAGE_SIZES), f"tokens shared by page size: {cached}"
 
 
 @given(
