@@ -40,5 +40,7 @@ class RuntimeStats:
     num_cached_pages: int
     cached_tokens: int
     """Prompt tokens that were not computed because their KV was cached."""
+    queried_tokens: int
+    """Tokens of prompts that were looked for in the prefix cache."""
     num_running: int
     num_waiting: int

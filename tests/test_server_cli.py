@@ -69,7 +69,7 @@ def test_a_file_gives_options_and_the_command_line_wins(dummy_model: Path, tmp_p
         f"model: {dummy_model}\nload-format: dummy\ndtype: float32\nmax_model_len: 256\nmax-num-seqs: 3\n"
         "block_size: 32\nnum-gpu-blocks-override: 41\nprefix-cache: false\nenforce-eager: true\n"
         "inject: slow-host=1us\nsync-guard: count\nbatch-policy: prefill-first\ngpu-memory-utilization: 0.5\n"
-        "served-model-name: [one, two]\napi-key: [from-file]\naccess-log: false\n"
+        "served-model-name: [one, two]\napi-key: [from-file]\nno-access-log: true\n"
     )
     with ServerProcess(dummy_model, "--config", str(file), "--max-num-seqs", "2") as server:
         headers = {"authorization": "Bearer from-file"}
@@ -96,6 +96,8 @@ def test_a_file_gives_options_and_the_command_line_wins(dummy_model: Path, tmp_p
         ("batch-policy: any", "batch_policy is 'any'"),
         ("dtype: float8", "dtype is 'float8'"),
         ("enforce-eager: perhaps", "enforce-eager"),
+        ("no-access-log: perhaps", "no-access-log"),
+        ("no-access-log: true\naccess-log: true", "given twice"),
     ],
 )
 def test_a_bad_file_is_told(stretto: Command, tmp_path: Path, text: str, said: str) -> None:

@@ -32,11 +32,12 @@ def test_metrics_count_what_was_done(server: ServerProcess) -> None:
 def test_cached_prompt_tokens_are_counted(server: ServerProcess) -> None:
     body = {"prompt": [201 + i % 60 for i in range(150)], "max_tokens": 2}
     server.post("/v1/completions", body)
-    before = server.metric("prefix_cache_hits_total")
+    before, queries = server.metric("prefix_cache_hits_total"), server.metric("prefix_cache_queries_total")
     _, answer = server.post("/v1/completions", body)
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0
     assert server.metric("prefix_cache_hits_total") - before == cached
+    assert server.metric("prefix_cache_queries_total") - queries == 150
     assert server.metric("num_cached_pages") > 0
 
 

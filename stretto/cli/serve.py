@@ -25,7 +25,9 @@ def _load_file(context: typer.Context, path: Path | None) -> Path | None:
     """Options of a YAML file become the defaults; the command line wins."""
     if path is None or context.resilient_parsing:
         return path
-    known = {name.lstrip("-"): param for param in context.command.params for name in param.opts}
+    known = {
+        name.lstrip("-"): param for param in context.command.params for name in (*param.opts, *param.secondary_opts)
+    }
     context.default_map = {**(context.default_map or {}), **read_config_file(path, known)}
     return path
 
@@ -50,6 +52,10 @@ def read_config_file(path: Path, known: dict[str, Any]) -> dict[str, Any]:
             raise typer.BadParameter(f"{path}: there is no option '{name}'")
         if param.name in given:
             raise typer.BadParameter(f"{path}: '{name}' is given twice, under two names")
+        if f"--{option}" in param.secondary_opts:  # the flag's negative form
+            if not isinstance(value, bool):
+                raise typer.BadParameter(f"{path}: '{name}' is {value!r}; allowed: true or false")
+            value = not value
         given[param.name] = [value] if param.multiple and not isinstance(value, list) else value
     return given
 
@@ -133,7 +139,7 @@ def serve(
 
         if model_tag is not None:
             engine["model"] = model_tag
-        engine_config = EngineConfig(**engine, hf_token=os.environ.get("HF_TOKEN"))
+        engine_config = EngineConfig(**engine, request_timeout_s=request_timeout, hf_token=os.environ.get("HF_TOKEN"))
         server = ServerConfig(
             host=host,
             port=port,
@@ -146,7 +152,6 @@ def serve(
             max_body_bytes=max_body_bytes,
             max_header_bytes=max_header_bytes,
             max_connections=max_connections,
-            request_timeout=request_timeout,
             slow_client_timeout=slow_client_timeout,
             engine_timeout=engine_timeout,
             drain_timeout=drain_timeout,

@@ -13,7 +13,7 @@ from stretto.ipc.client import Answer
 from stretto.server.bodies import note, read_body
 from stretto.server.delivery import DONE, EventStream, whole
 from stretto.server.errors import ApiError, in_words_of, json_response
-from stretto.server.frontend import Frontend, OpenRequest
+from stretto.server.frontend import NO_ANSWER, Frontend, OpenRequest
 from stretto.server.logprobs import chat_logprobs, num_scores, prompt_scores
 from stretto.server.protocol import chat as p
 from stretto.server.protocol.fields import StreamOptions, check_stream_options, read
@@ -117,7 +117,7 @@ class ChatEvents:
             if output.text or output.logprobs:
                 logprobs = chat_logprobs(output, reply.num_top, reply.tokenizer) if output.logprobs else None
                 data += self._event(p.ChunkChoice(sample.index, p.Delta(None, output.text), logprobs))
-            if output.finish_reason is not None and output.finish_reason not in ("error", "abort"):
+            if output.finish_reason is not None and output.finish_reason not in NO_ANSWER:
                 data += self._event(
                     p.LastChunkChoice(sample.index, p.Delta(), None, output.finish_reason, output.stop_reason)
                 )

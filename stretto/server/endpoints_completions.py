@@ -19,7 +19,7 @@ from stretto.server.bodies import note, read_body
 from stretto.server.delivery import DONE, EventStream, ready, whole
 from stretto.server.endpoints_chat import event
 from stretto.server.errors import ApiError, in_words_of, json_response
-from stretto.server.frontend import Frontend, OpenRequest
+from stretto.server.frontend import NO_ANSWER, Frontend, OpenRequest
 from stretto.server.logprobs import TextOffsets, completion_logprobs, joined, num_scores, prompt_scores
 from stretto.server.protocol import completions as p
 from stretto.server.protocol.fields import StreamOptions, check_stream_options, read
@@ -155,10 +155,12 @@ class CompletionReply:
         """What follows the prompt, or what is new of it. Of each choice, everything passes here once and in order."""
         if self.score_only:
             return p.CompletionChoice(index, "", None, None if output.finish_reason is None else "length")
-        logprobs = None
+        logprobs, reason = None, output.finish_reason
         if output.logprobs:
             logprobs = completion_logprobs(output.token_ids, output.logprobs, self._num_top, self._offsets[index])
-        return p.CompletionChoice(index, output.text, logprobs, output.finish_reason, output.stop_reason)
+        return p.CompletionChoice(
+            index, output.text, logprobs, None if reason in NO_ANSWER else reason, output.stop_reason
+        )
 
     @property
     def may_echo(self) -> bool:
@@ -226,7 +228,7 @@ class CompletionEvents:
     def _new_of(self, index: int, sample: Sample) -> bytes:
         output = sample.take_delta()
         choice = self._reply.choice(index, output)
-        if not choice.text and not choice.logprobs and choice.finish_reason in (None, "error", "abort"):
+        if not choice.text and not choice.logprobs and choice.finish_reason is None:
             return b""
         return self._event(choice)
 

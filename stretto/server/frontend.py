@@ -16,7 +16,7 @@ from stretto.errors import StrettoError
 from stretto.ipc.client import Answer, EngineClient
 from stretto.ipc.control import EngineInfo
 from stretto.prompts import Prompt
-from stretto.request import SamplingParams
+from stretto.request import FinishReason, SamplingParams
 from stretto.server.errors import (
     BUSY_RETRY,
     CONTEXT_EXCEEDED,
@@ -41,8 +41,8 @@ _MESSAGE_COST = 64
 """Characters whose tokens cost about as much as what a template does with a message."""
 
 
-class RequestTimedOut(StrettoError):
-    """The request lived longer than the server allows."""
+NO_ANSWER = frozenset({FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT})
+"""Ends that make an error of an answer; clients are never told them as a finish reason."""
 
 
 class OpenRequest:
@@ -220,17 +220,14 @@ class Frontend:
         self.metrics.observe(request.answer)
 
     async def watch(self) -> None:
-        """End requests that live too long and responses that nobody reads. Runs until cancelled."""
+        """End responses that nobody reads. Runs until cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self.config.slow_client_timeout / 2 or 1.0))
             self.sweep(time.monotonic())
 
     def sweep(self, now: float) -> None:
         """One round of `watch`; times are those of time.monotonic."""
-        timeout = self.config.request_timeout
         for request in list(self._open):
-            if timeout is not None and now - request.answer.created > timeout:
-                request.answer.fail(RequestTimedOut("the request took too long"))
             waits = request.sending_since
             if waits is not None and now - waits > self.config.slow_client_timeout and request.give_up is not None:
                 request.give_up()
@@ -248,15 +245,15 @@ class ServerStops(StrettoError):
 def answer_error(answer: Answer) -> ApiError | None:
     """Why an ended answer is no answer, for the client."""
     error = answer.error
-    if isinstance(error, RequestTimedOut):
-        return ApiError(504, "the request took too long", kind="timeout_error", code="timeout")
     if isinstance(error, ServerStops):
         return unavailable("the server has stopped", "draining", DRAIN_RETRY)
     if error is not None:
         return as_api_error(error)
     reasons = {sample.finish_reason for sample in answer.samples}
-    if "error" in reasons:
+    if FinishReason.TIMEOUT in reasons:
+        return ApiError(504, "the request took too long", kind="timeout_error", code="timeout")
+    if FinishReason.ERROR in reasons:
         return ApiError(500, "the model gave no numbers for this prompt", kind="internal_error", code="model_failed")
-    if "abort" in reasons:
+    if FinishReason.ABORT in reasons:
         return unavailable("the engine ended the request", "aborted", BUSY_RETRY)
     return None

@@ -47,6 +47,7 @@ ENGINE_COUNTERS = {
     "process_s": ("host_process_seconds", "Host time of the loop: using results."),
     "preemptions": ("num_preemptions", "Requests that had to give their pages back."),
     "hidden_syncs": ("hidden_syncs", "Unplanned waits of the host for the device."),
+    "queried_tokens": ("prefix_cache_queries", "Prompt tokens that were looked for in the prefix cache."),
     "cached_tokens": ("prefix_cache_hits", "Prompt tokens whose KV came from the prefix cache."),
 }
 

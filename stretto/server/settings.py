@@ -34,8 +34,6 @@ class ServerConfig:
     max_header_bytes: int = 64 * 1024
     max_connections: int = 16_384
     """Connections that one front end holds at once."""
-    request_timeout: float | None = None
-    """Longest life of a request; then it ends with an error."""
     slow_client_timeout: float = 60.0
     """How long a client may read nothing while there is something for it, or send nothing of its request."""
     engine_timeout: float = 120.0
@@ -59,7 +57,7 @@ class ServerConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise InvalidRequest(f"{name} is {value}; allowed: {least} to {most}")
-        for name in ("request_timeout", "slow_client_timeout", "engine_timeout", "drain_timeout", "max_queued_tokens"):
+        for name in ("slow_client_timeout", "engine_timeout", "drain_timeout", "max_queued_tokens"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise InvalidRequest(f"{name} is {value}; allowed: at least 0")
