@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from stretto.models import embedded
+from tests.helpers.browser_tab import browser, tab  # noqa: F401
 from tests.helpers.server_fixture import client, dummy_model, server  # noqa: F401
 
 # A shell that runs the tests in the background ignores Ctrl-C for them; some of them are about it.

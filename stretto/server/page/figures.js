@@ -1,6 +1,7 @@
 // The figures beside the lanes, from sums that the engine keeps anyway and from its last steps.
 
 const RATE_SECONDS = 60;
+const RATE_GUTTER = 44;
 
 const figures = {
   history: [], // [engine time, tokens per second], oldest first
@@ -37,6 +38,7 @@ const figures = {
     $("rate-phone").textContent = $("rate").textContent;
     $("running").textContent = stats.num_running;
     $("queued").textContent = stats.num_waiting;
+    $("preempted").textContent = stats.preemptions ?? 0;
     $("running-note").textContent = stats.preemptions ? `requests, ${stats.preemptions} preempted` : "requests";
     const pages = stats.num_pages || 1, used = (pages - stats.num_free_pages) / pages;
     const kept = Math.min(stats.num_cached_pages ?? 0, stats.num_free_pages) / pages;
@@ -51,19 +53,51 @@ const figures = {
     const ready = prepared($("rate-plot"));
     if (!ready || this.history.length < 2) return;
     const { context, width, height } = ready, now = this.history.at(-1)[0];
-    const high = Math.max(1, ...this.history.map(([, value]) => value));
-    const x = (time) => width * (1 - (now - time) / RATE_SECONDS), y = (value) => height - 2 - (height - 8) * value / high;
+    const high = rounded(Math.max(1, ...this.history.map(([, value]) => value))), bottom = height - 18;
+    const x = (time) => width - (width - RATE_GUTTER) * (now - time) / RATE_SECONDS;
+    const y = (value) => bottom - (bottom - 8) * value / high;
+    this.scale(context, width, high, x, y, now);
     context.beginPath();
     this.history.forEach(([time, value], i) => (i ? context.lineTo(x(time), y(value)) : context.moveTo(x(time), y(value))));
     context.strokeStyle = color("even");
     context.lineWidth = 1.75;
     context.lineJoin = "round";
     context.stroke();
-    context.lineTo(width, height);
-    context.lineTo(x(this.history[0][0]), height);
+    context.lineTo(width, bottom);
+    context.lineTo(x(this.history[0][0]), bottom);
     context.globalAlpha = 0.13;
     context.fillStyle = color("even");
     context.fill();
     context.globalAlpha = 1;
   },
+
+  /** Lines and numbers of both axes. */
+  scale(context, width, high, x, y, now) {
+    $("rate-plot").dataset.high = high;
+    context.font = "11px system-ui, sans-serif";
+    context.lineWidth = 1;
+    context.strokeStyle = color("grid");
+    context.fillStyle = color("dim");
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    for (const value of [0, high / 2, high]) {
+      const at = Math.round(y(value)) + 0.5;
+      context.beginPath();
+      context.moveTo(RATE_GUTTER, at);
+      context.lineTo(width, at);
+      context.stroke();
+      context.fillText(value < 10_000 ? value : `${value / 1000}k`, RATE_GUTTER - 6, at);
+    }
+    context.textBaseline = "alphabetic";
+    for (const [ago, align] of [[RATE_SECONDS, "left"], [RATE_SECONDS / 2, "center"], [0, "right"]]) {
+      context.textAlign = align;
+      context.fillText(ago ? `${ago} s ago` : "now", x(now - ago), y(0) + 15);
+    }
+  },
 };
+
+/** The next number up that people like to read: 1, 2 or 5 times a power of ten. */
+function rounded(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((times) => times * power).find((size) => size >= value * 0.9999);
+}

@@ -33,12 +33,12 @@ const lanes = {
     new ResizeObserver(() => this.redraw()).observe(this.canvas);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
     $("legend").replaceChildren(...[
-      ["even steps", "even"], ["odd steps", "odd"], ["host waits", "wait"], ["overlap window", "window"],
-      ["bubble", "bubble"],
-    ].map(([text, name]) => {
+      ["even", " steps", "even"], ["odd steps", "", "odd"], ["host waits", "", "wait"], ["overlap", " window", "window"],
+      ["bubble", "", "bubble"],
+    ].map(([text, more, name]) => {
       const swatch = make("i");
       swatch.style.background = `var(--${name})`;
-      return make("li", {}, swatch, text);
+      return make("li", {}, swatch, make("span", {}, text, make("span", { className: "desk" }, more)));
     }));
   },
 
@@ -128,7 +128,7 @@ class LaneDrawing {
   constructor({ context, width, height }, source) {
     Object.assign(this, { context, width, height, source });
     this.colors = Object.fromEntries(
-      ["even", "odd", "wait", "bubble", "window", "grid", "lane", "ink", "dim", "card"].map((name) => [name, color(name)]));
+      ["even", "odd", "wait", "bubble", "window", "grid", "lane", "dim", "on-step"].map((name) => [name, color(name)]));
     const axis = 20, gap = Math.max(12, height * 0.13), tall = (height - axis - gap - 8) / 2;
     this.host = { y: 4, height: tall };
     this.device = { y: 4 + tall + gap, height: tall };
@@ -209,7 +209,7 @@ class LaneDrawing {
     context.globalAlpha = alpha;
     const left = Math.max(x, GUTTER), right = Math.min(x + wide, this.width);
     if (label && right - left > 7 + 7 * label.length) {
-      context.fillStyle = "#fff";
+      context.fillStyle = this.colors["on-step"];
       context.font = "600 11.5px system-ui, sans-serif";
       context.textAlign = "center";
       context.textBaseline = "middle";
