@@ -18,6 +18,7 @@ import pytest
 from stretto.cache.base import NoCache, PrefixCache
 from stretto.cache.page_pool import PagePool
 from stretto.cache.radix import RadixCache
+from stretto.cache.radix_node import Node
 from stretto.config import SchedulerConfig
 from stretto.device.cpu import CpuDevice
 from stretto.device.hazards import HazardError
@@ -112,8 +113,26 @@ class State:
                 (tuple(plan.slots_B.tolist()), tuple(plan.num_new_B.tolist()), tuple(plan.position_S.tolist()))
                 for plan, _ in self.launched
             ),
-            tuple(sorted(self.scheduler.cache.held())),
+            self._cache_key(),
         )
+
+    def _cache_key(self) -> Key:
+        """The tree, who has what of it locked, and the order in which it will be evicted."""
+        cache = self.scheduler.cache
+        if not isinstance(cache, RadixCache):
+            return ()
+        nodes = [node for node in cache._nodes() if node.parent is not None]
+        return (
+            tuple(sorted((self._path(node), tuple(node.pages.tolist()), node.locks) for node in nodes)),
+            tuple(self._path(node) for node in cache._order),
+            tuple(-1 if r.prefix is None else r.prefix.num_tokens for r in self.requests),
+        )
+
+    @staticmethod
+    def _path(node: Node) -> tuple[int, ...]:
+        """All tokens from the root to the end of `node`."""
+        above = () if node.parent is None else State._path(node.parent)
+        return (*above, *node.tokens.tolist())
 
 
 def start(
@@ -188,7 +207,8 @@ CASES = [
     (1, 3, True, "mixed"),
     (1, 3, False, "prefill-first"),
     (2, 3, True, "mixed"),
-    (2, 3, False, "prefill-first"),
+    (2, 3, True, "prefill-first"),
+    (3, 3, False, "prefill-first"),
     (3, 3, True, "mixed"),
 ]
 """(depth, pages, prefix cache, batch policy); about 7,000 transitions each."""
