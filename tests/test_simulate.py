@@ -287,6 +287,8 @@ def test_hashes_of_64_bits_stand_for_blocks_as_small_numbers_do(tmp_path: Path) 
         assert large.prompt(index).tolist() == few.prompt(index).tolist()
         assert len(large.prompt(index)) == 1100
     assert simulate_load(large, small(), COSTS) == simulate_load(few, small(), COSTS)
+    negative = trace([-1, -2], [])
+    assert set(negative.prompt(0)[:1024]).isdisjoint(negative.prompt(1)), "what has no hash is nobody else's"
 
 
 @pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf"), 1e9])
