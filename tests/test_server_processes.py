@@ -6,7 +6,10 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +214,30 @@ def test_a_second_signal_cuts(dummy_model: Path) -> None:
         assert server.process.wait(PATIENCE) == 1
         assert b"[DONE]" not in stream.result()
         assert not any(map(alive, pids))
+
+
+def test_a_server_that_still_loads_is_ended_without_waiting_for_its_engine() -> None:
+    code = (
+        "import sys\n"
+        "from stretto.config import EngineConfig\n"
+        "from stretto.server import supervisor\n"
+        "from stretto.server.settings import ServerConfig\n"
+        "supervisor._STOP_SECONDS = 1e6\n"  # what waits for the engine's answer never ends
+        "made = supervisor.Supervisor(EngineConfig('m'), ServerConfig(port=0), "
+        "engine_module='tests.helpers.loading_engine')\n"
+        "sys.exit(made.run())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 2, "the children to start")
+        pids = [int(pid) for pid in children.read_text().split()]
+        time.sleep(0.5)  # handlers are there before the children, but these may still be starting
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+        assert not any(map(alive, pids))
+    finally:
+        process.kill()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, dummy_model: Path) -> None:

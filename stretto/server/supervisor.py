@@ -346,8 +346,9 @@ class Supervisor:
         self._workers.clear()
         if self._engine is not None:
             self._engine.control.send(Stop())
+            loads = self._info is None  # hears nothing, and has nothing to lose
             try:
-                self._engine.process.wait(_STOP_SECONDS if self._exit_code == 0 else 1.0)
+                self._engine.process.wait(_STOP_SECONDS if self._exit_code == 0 and not loads else 1.0)
             except subprocess.TimeoutExpired:
                 self._engine.process.kill()
                 self._engine.process.wait()
