@@ -106,8 +106,8 @@ def main() -> None:
     for batch in BATCHES:
         row = rows[batch] = measure(batch)
         print(
-            f"{batch:8d} {row['turn']:6.1f} {row['schedule']:9.1f} {row['pack']:6.1f} {row['process']:8.1f} {row['total']:10.1f} "
-            f"{row['total_mean']:8.1f}"
+            f"{batch:8d} {row['turn']:6.1f} {row['schedule']:9.1f} {row['pack']:6.1f} {row['process']:8.1f} "
+            f"{row['total']:10.1f} {row['total_mean']:8.1f}"
         )
     if arguments.json:
         machine = {

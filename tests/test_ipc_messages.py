@@ -31,7 +31,8 @@ def test_a_submission_arrives_as_it_was_sent(prompts: list[list[int]], first_id:
 
 def test_sampling_keeps_what_the_engine_needs() -> None:
     params = SamplingParams(
-        temperature=0.3, top_p=0.9, top_k=7, min_p=0.1, seed=2**63 - 1, max_tokens=None, min_tokens=3, ignore_eos=True, prompt_logprobs=2,
+        temperature=0.3, top_p=0.9, top_k=7, min_p=0.1, seed=2**63 - 1, max_tokens=None, min_tokens=3,
+        ignore_eos=True, prompt_logprobs=2,
     )  # fmt: skip
     kept = m.Sampling.of(params).params()
     for name in (
