@@ -160,3 +160,52 @@ def test_no_rank_outlives_its_leader(dummy_model: Path, end: str) -> None:
             assert leader.wait(LIMIT) == 1
             assert leader.stderr.read().count("stretto: rank") == 0
         wait_until_dead(everyone, LIMIT)
+
+
+BUSY_USER = """
+    import ctypes, gc, os, sys
+    from stretto import LLM, SamplingParams
+
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, load_format="dummy", dtype="float32", max_model_len=1024,
+              control_transport=sys.argv[2])
+
+    def answer():
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        return list(llm.generate(["the quick"], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    first = answer()
+
+    def fork(end):
+        child = os.fork()
+        if child == 0:
+            end()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert answer() == first, end
+
+    def collect():
+        global llm
+        del llm
+        gc.collect()
+        os._exit(0)
+
+    def close():
+        llm.close()
+        sys.exit(0)
+
+    for end in (sys.exit, collect, close):
+        fork(end)
+    print("unharmed", flush=True)
+"""
+
+TRANSPORTS = ["shared-memory", "gloo", "zeromq"] if os.environ.get("STRETTO_ALL_FAILURES") else ["gloo"]
+"""Gloo is the one with most to destroy; all three with STRETTO_ALL_FAILURES=1."""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_a_user_does_between_calls_harms_no_rank(dummy_model: Path, transport: str) -> None:
+    """Forked children exit, collect or close their copy of the engine; the parent's goes on."""
+    command = [sys.executable, "-c", textwrap.dedent(BUSY_USER), str(dummy_model), transport]
+    with nothing_left():
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "unharmed\n"

@@ -51,6 +51,7 @@ class Child:
                 env=environment,
             )
         self._line = ours
+        self._parent = os.getpid()
         self._stopped_since: float | None = None
         with suppress(OSError):  # it may have died already
             ours.sendall(msgspec.json.encode(settings) + b"\n")
@@ -82,8 +83,8 @@ class Child:
         return ""
 
     def kill(self) -> None:
-        """End it now, whatever it does."""
-        if self.process.poll() is None:
+        """End it now, whatever it does. Nothing in a forked child of its parent: it is not that one's to end."""
+        if os.getpid() == self._parent and self.process.poll() is None:
             self.process.kill()
 
     def wait(self, until: float) -> bool:

@@ -25,6 +25,7 @@ from stretto.distributed.agreement import (
     version_facts,
 )
 from stretto.distributed.digest import DigestCheck, RanksDiffer
+from stretto.distributed.forks import keep_for_good, tell_forked_children
 from stretto.distributed.group import TensorGroup, connect_group
 from stretto.distributed.launch import start_ranks
 from stretto.distributed.link import Beat
@@ -83,6 +84,7 @@ class Leader:
         self._digests: DigestCheck | None = None
         self.watch = Watch(place, listener, facts, lambda: start_ranks(config, neighbours))
         self.watch.on_failure(self._drop_store)
+        tell_forked_children(self._forget)
 
     # -- while the engine is assembled ------------------------------------------------------------------------------
 
@@ -202,6 +204,10 @@ class Leader:
         if self._group is not None:
             self._group.close()
         self._drop_store()
+
+    def _forget(self) -> None:
+        """A forked child ends, or drops its copy of the engine, without touching the parent's connections."""
+        keep_for_good(self)
 
     def _drop_store(self) -> None:
         """Whoever waits in the store for a rank that will not come is set free."""

@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from stretto.distributed.forks import tell_forked_children
+
 PROTOCOL = 1
 """Of these messages and of the turns; ranks of different protocols refuse each other."""
 LONGEST_LINE = 4 << 20
@@ -99,7 +101,7 @@ _decoder = msgspec.json.Decoder(Message)
 
 
 class Link:
-    """One end. Any thread may send; one thread receives."""
+    """One end. Any thread may send; one thread receives. In a forked child it is closed."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -110,6 +112,7 @@ class Link:
         self._buffer = b""
         self.closed = False
         """The other side is gone, or talks nonsense."""
+        tell_forked_children(self._forget)
 
     def fileno(self) -> int:
         """For polling: readable when there is a message, or when the other side is gone."""
@@ -156,3 +159,8 @@ class Link:
         """Hang up."""
         self.closed = True
         self._end.close()
+
+    def _forget(self) -> None:
+        """A child holds no copy of the line: it must not talk on it, nor keep it open when its parent has died."""
+        self._sending = threading.Lock()  # another thread may have held it
+        self.close()
