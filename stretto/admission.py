@@ -46,7 +46,8 @@ class Admission:
             ids = np.asarray(prompt_ids)
         except (ValueError, OverflowError):
             ids = np.empty(0, np.object_)
-        if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+        given = set(map(type, prompt_ids)) if isinstance(prompt_ids, (list, tuple)) else set()
+        if bool in given or ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
             raise InvalidRequest(f"prompt token ids must be a flat list of whole numbers below {config.vocab_size}")
         if len(ids) == 0:
             raise InvalidRequest("the prompt is empty: it needs at least one token")

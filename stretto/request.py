@@ -27,6 +27,8 @@ MAX_TEMPERATURE = 1e30
 """A float32 on the device; long before it, every token is equally likely."""
 PRIORITY_STEP = 1000
 """Arrivals that one unit of priority is worth."""
+MAX_SAMPLES = 16_384
+"""Largest `n`: each sample is a request of its own."""
 
 
 class FinishReason(StrEnum):
@@ -121,6 +123,8 @@ class SamplingParams:
         if not self.spaces_between_special_tokens:
             raise NotSupported("spaces_between_special_tokens=False: not built yet; leave it at True")
         _check_int("n", self.n, 1)
+        if self.n > MAX_SAMPLES:
+            raise InvalidRequest(f"n is {self.n}; allowed: 1 to {MAX_SAMPLES} samples of one prompt")
         _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_real("repetition_penalty", self.repetition_penalty, 0.0, math.inf)

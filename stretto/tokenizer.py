@@ -175,10 +175,6 @@ class Tokenizer:
         """Token ids of a conversation; options as in apply_chat_template. Only the template adds BOS: never twice."""
         return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return "default" in self._templates
-
 
 def _byte_level_table() -> dict[int, str]:
     """GPT-2's alphabet writes each byte as a printable character; maps that to the character of the byte's number."""

@@ -135,6 +135,11 @@ def test_the_context_length_ends_an_answer(llm: LLM) -> None:
     assert (len(output.token_ids), output.finish_reason) == (12, "length")
 
 
+def test_more_samples_than_anybody_can_run_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="n is 1000000000; allowed: 1 to 16384"):
+        SamplingParams(n=10**9)
+
+
 def test_samples_differ_and_the_first_is_the_one_alone(llm: LLM) -> None:
     one = SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)
     four = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)

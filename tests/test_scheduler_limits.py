@@ -8,6 +8,7 @@ import pytest
 from stretto.device.checking import CheckingDevice
 from stretto.errors import InvalidRequest, Overloaded
 from stretto.request import PRIORITY_STEP, FinishReason, SamplingParams
+from stretto.scheduler.turns import LocalTurns
 from tests.helpers.simulation import Simulation, small_config
 
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -45,6 +46,18 @@ def test_who_finds_a_free_slot_does_not_queue() -> None:
     simulation.run()
     for stream in streams:
         simulation.assert_as_expected(stream)
+
+
+def test_requests_that_have_ended_are_not_kept_until_their_deadline() -> None:
+    simulation = Simulation(small_config())
+    turns = simulation.runtime.loop.turns
+    assert isinstance(turns, LocalTurns)
+    for _ in range(100):
+        for _ in range(4):
+            simulation.runtime.add([1, 2], SHORT, timeout_s=3600.0)
+        while simulation.runtime.has_work:
+            simulation.runtime.step()
+    assert turns.num_watched <= 100
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -93,6 +106,7 @@ def test_what_can_never_fit_is_refused_at_entry() -> None:
         ([-1], "token id -1 is not in the vocabulary"),
         ([[1]], "flat list of whole numbers"),
         ([1.5], "flat list of whole numbers"),
+        ([True, 2], "flat list of whole numbers"),
         ([2**80], "flat list of whole numbers"),
     ],
 )

@@ -97,7 +97,3 @@ class RecentSteps:
         busy = float((self.column("device_end") - self.column("device_begin")).sum())
         bubble = float(self.column("bubble_s").sum())
         return bubble / (busy + bubble) if busy + bubble else 0.0
-
-    def as_lists(self) -> dict[str, list[float]]:
-        """Plain numbers by column, for JSON: a page or a file."""
-        return {name: self.table[:, place].tolist() for place, name in enumerate(COLUMNS)}

@@ -71,6 +71,9 @@ class TurnSource(Protocol):
         """
 
 
+_LEAST_SWEPT = 64
+
+
 class LocalTurns:
     """Turns from the messages, the clock and the device of this process."""
 
@@ -79,7 +82,14 @@ class LocalTurns:
         self._inbox = inbox
         self._now = now
         self._deadlines: list[tuple[float, int, Request]] = []
+        """A heap: of requests that have not ended, and of some that have, swept now and then."""
+        self._sweep_at = _LEAST_SWEPT
         self._stopping = False
+
+    @property
+    def num_watched(self) -> int:
+        """Requests that are kept for their deadline: at most about twice as many as have not ended."""
+        return len(self._deadlines)
 
     def stop(self) -> None:
         """Make the next turn the last one."""
@@ -90,7 +100,7 @@ class LocalTurns:
         messages = list(self._inbox.receive(block and not self._stopping))
         for message in messages:
             if isinstance(message, AddRequest) and message.deadline is not None:
-                heapq.heappush(self._deadlines, (message.deadline, message.request.uid, message.request))
+                self._watch(message.request, message.deadline)
         if self._deadlines:
             messages += self._expired()
         if self._stopping:
@@ -101,6 +111,13 @@ class LocalTurns:
                 break
             num_ready += 1
         return Turn(messages, num_ready)
+
+    def _watch(self, request: Request, deadline: float) -> None:
+        heapq.heappush(self._deadlines, (deadline, request.uid, request))
+        if len(self._deadlines) > self._sweep_at:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not RequestState.FINISHED]
+            heapq.heapify(self._deadlines)
+            self._sweep_at = max(_LEAST_SWEPT, 2 * len(self._deadlines))
 
     def _expired(self) -> Iterable[EndRequest]:
         """End requests whose time is over: judged here and nowhere else, and carried out like an abort."""
