@@ -129,6 +129,8 @@ class Runtime:
         self._pid = os.getpid()
         self._inside = False
         """A turn is under way."""
+        self._resting = True
+        """Other ranks have been told that nothing is under way."""
         self._closed = False
         self._output_tokens = 0
 
@@ -249,6 +251,8 @@ class Runtime:
         if os.getpid() != self._pid:
             raise EngineBroken("the engine belongs to the process that made it; make one in each process")
         self._member.check()
+        if self._resting and self.has_work:
+            self._rest(False)
         try:
             self._inside = True
             outputs = self.loop.turn()
@@ -263,7 +267,13 @@ class Runtime:
             for request in output.finished:
                 self._requests.pop(request.uid, None)  # a follower's requests were added elsewhere
                 mark(f"stretto.request {request.uid} ends: {request.finish_reason}")
+        if not self._resting and not self.has_work:
+            self._rest(True)
         return outputs
+
+    def _rest(self, resting: bool) -> None:
+        self._resting = resting
+        self._member.rest(resting)
 
     @property
     def has_work(self) -> bool:

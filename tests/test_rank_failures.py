@@ -194,6 +194,8 @@ BUSY_USER = """
 
     for end in (sys.exit, collect, close):
         fork(end)
+    ctypes.PyDLL(None).sleep(5)  # holds the GIL: no thread of this process runs
+    assert answer() == first
     print("unharmed", flush=True)
 """
 
@@ -203,9 +205,12 @@ TRANSPORTS = ["shared-memory", "gloo", "zeromq"] if os.environ.get("STRETTO_ALL_
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_a_user_does_between_calls_harms_no_rank(dummy_model: Path, transport: str) -> None:
-    """Forked children exit, collect or close their copy of the engine; the parent's goes on."""
+    """Forked children exit, collect or close their copy of the engine; the parent's goes on. And it may hold the GIL
+    right after a call for longer than silence is forgiven.
+    """
     command = [sys.executable, "-c", textwrap.dedent(BUSY_USER), str(dummy_model), transport]
+    environment = {**os.environ, "STRETTO_HANG_SECONDS": "3"}
     with nothing_left():
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "unharmed\n"

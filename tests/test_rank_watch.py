@@ -369,6 +369,29 @@ def test_a_follower_sees_that_its_leader_is_lost(monkeypatch: pytest.MonkeyPatch
     follower.watchdog.leave(0)
 
 
+@pytest.mark.parametrize("end", ["dies", "goes on and hangs"])
+def test_a_leader_that_rests_may_be_silent(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Its user's code may hold the GIL; but its end is seen, and so is a silence after it has gone on."""
+    monkeypatch.setattr(patience, "HANG_SECONDS", 0.5)
+    with open_listener(Place(0, 2, 0, 1, None)) as listener:
+        ended = Ended()
+        place = Place(1, 2, 0, 1, listener.getsockname())
+        follower = Follower(EngineConfig("model", tensor_parallel_size=2), place, None, ended)
+        follower.watchdog.enter("running")
+        leader = Link(listener.accept()[0])
+        leader.send(Beat(resting=True))
+        time.sleep(1.5)
+        assert not ended.reasons
+        if end == "dies":
+            leader.close()
+        else:
+            leader.send(Beat())
+        reason, _ = ended.wait()
+        leader.close()
+    assert ("is gone" if end == "dies" else "hangs: no sign of life") in reason
+    follower.watchdog.leave(0)
+
+
 def test_a_follower_that_finds_no_leader_says_where_it_looked() -> None:
     place = Place(1, 2, 0, 1, ("127.0.0.1", free_port()))
     with pytest.raises(EngineBroken, match=rf"rank 1 found no leader at 127.0.0.1:{place.address[1]}"):  # type: ignore[index]

@@ -138,6 +138,9 @@ class Follower:
         if self.watchdog.failure is not None:
             raise EngineBroken(self.watchdog.failure)
 
+    def rest(self, resting: bool) -> None:
+        """See `Member`: that is the leader's to tell."""
+
     def broken(self, error: Exception) -> EngineBroken | None:
         """See `Member`."""
         return None

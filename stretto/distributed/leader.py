@@ -156,7 +156,12 @@ class Leader:
         """The engine is complete: wait for those of the others. `own_beat`: what the leader's loop does. Blocks."""
         self.watch.gather("ready", lambda: None, LOADING_SECONDS)
         self.watch.own_beat = own_beat
+        self.watch.rest(True)
         self.watch.agree("ready", {})
+
+    def rest(self, resting: bool) -> None:
+        """See `Member`."""
+        self.watch.rest(resting)
 
     def check(self) -> None:
         """Raise EngineBroken if a rank is lost, RanksDiffer if one did something else. hot path"""

@@ -14,10 +14,13 @@ from typing import TypeAlias
 import msgspec
 
 from stretto.distributed.forks import tell_forked_children
+from stretto.distributed.patience import HANG_SECONDS
 
 PROTOCOL = 1
 """Of these messages and of the turns; ranks of different protocols refuse each other."""
 LONGEST_LINE = 4 << 20
+KERNEL_SECONDS = 1.5
+"""How much later than the watching threads the kernel calls a silent host lost."""
 SEND_SECONDS = 1.0
 """How long a peer may keep a line from being sent; a peer that long behind is as good as gone."""
 
@@ -58,6 +61,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Steps processed since the start."""
     since_s: float = 0.0
     """Seconds since activity or steps changed."""
+    resting: bool = False
+    """Of the leader: it is outside the loop, and nothing is under way."""
 
 
 class Digest(msgspec.Struct, frozen=True, tag="digest"):
@@ -100,6 +105,19 @@ Message: TypeAlias = Hello | Facts | Loading | Beat | Digest | Broken | Bye | Ag
 _decoder = msgspec.json.Decoder(Message)
 
 
+def _let_the_kernel_watch(end: socket.socket) -> None:
+    """Break the connection if the other *host* is silent: that one's kernel answers whatever its processes do.
+
+    A little later than a silent process is given up, which tells more.
+    """
+    seconds = HANG_SECONDS + KERNEL_SECONDS
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(127, max(1, round(seconds) - 1)))
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(min(seconds, 1e6) * 1000))
+
+
 class Link:
     """One end. Any thread may send; one thread receives. In a forked child it is closed."""
 
@@ -108,6 +126,7 @@ class Link:
         self._end.settimeout(SEND_SECONDS)
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _let_the_kernel_watch(end)
         self._sending = threading.Lock()
         self._buffer = b""
         self.closed = False

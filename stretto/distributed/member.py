@@ -47,6 +47,9 @@ class Member(Protocol):
     def check(self) -> None:
         """Raise EngineBroken if a rank is lost. hot path"""
 
+    def rest(self, resting: bool) -> None:
+        """The loop has come to rest, with nothing under way; or it has something to do again. Each change is told."""
+
     def broken(self, error: Exception) -> EngineBroken | None:
         """The loop failed with `error`: what to raise instead, if another rank may be the cause. May block shortly."""
 
@@ -87,6 +90,9 @@ class Alone:
 
     def check(self) -> None:
         """Nothing. hot path"""
+
+    def rest(self, resting: bool) -> None:
+        """Nobody waits for it."""
 
     def broken(self, error: Exception) -> EngineBroken | None:
         """It is its own cause."""

@@ -59,6 +59,9 @@ class Watch:
         self.failure: str | None = None
         """Why the engine has failed; set once."""
         self._disagreement = False
+        self._telling = threading.Lock()
+        self._resting = False
+        """Told to followers as it changes, and with each heartbeat; under the lock, so that none overtakes another."""
         self.own_beat: Callable[[str], Beat] = Beat
         """What the leader's own loop does; set when there is one."""
         self.on_digest: Callable[[int, bytes], str | None] = lambda rank, data: None
@@ -128,6 +131,15 @@ class Watch:
         """After `close`: how many steps each follower had done when it ended in order; None: it did not."""
         return {rank.rank: rank.last_steps for rank in self._ranks.values()}
 
+    def rest(self, resting: bool) -> None:
+        """The leader has nothing under way, or again something: until then followers forgive its silence.
+
+        Told at once, by the calling thread: the next thing that this does may stop all threads of the process for long.
+        """
+        with self._telling:
+            self._resting = resting
+            self._tell_all(Beat(resting=resting))
+
     def loading(self, own: float) -> float:
         """Mean of how far all ranks are, with `own` for the leader."""
         return (own + sum(rank.loading for rank in self._ranks.values())) / self._place.size
@@ -183,7 +195,8 @@ class Watch:
                 continue
             if now - last_beat >= BEAT_SECONDS:
                 last_beat = now
-                self._tell_all(Beat())
+                with self._telling:
+                    self._tell_all(Beat(resting=self._resting))
             for rank in self._ranks.values():
                 if (problem := rank.problem(now, hang_limit(rank.beat.phase, self._hang_seconds))) is not None:
                     self._fail(problem)

@@ -41,6 +41,7 @@ class Watchdog:
         """Why the rank must end."""
         self._phase = "start"
         self._own_beat: Callable[[str], Beat] = Beat
+        self._leader_rests = False
         self._leaving = False
         self._thread = threading.Thread(target=self._run, name="stretto-watchdog", daemon=True)
         self._thread.start()
@@ -97,6 +98,8 @@ class Watchdog:
             if self._link in ready:
                 heard = now
                 self._hear()
+            elif self._leader_rests:
+                heard = now  # its death, or that of its host, ends the line
             elif now - heard > patience.hang_limit(self._phase, patience.HANG_SECONDS):
                 self._fail(f"the leader (rank 0) hangs: no sign of life for {now - heard:.0f} s", told=False)
             if self._parent in ready:
@@ -116,6 +119,8 @@ class Watchdog:
                 with self._changed:
                     self._agreed[message.stage] = message.values
                     self._changed.notify_all()
+            elif isinstance(message, Beat):
+                self._leader_rests = message.resting
             elif isinstance(message, Failed):
                 self._fail(message.message, told=True)
             elif isinstance(message, Leave):
