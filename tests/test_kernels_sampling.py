@@ -98,10 +98,11 @@ def test_weights_are_rounded_as_plain_torch_rounds_them() -> None:
     assert kept.sum() == 200 - (2**34 + 199 * 11) // 2**24 // 11
 
 
-def test_nothing_depends_on_the_neighbours_or_the_number_of_programs() -> None:
+def test_nothing_depends_on_neighbours_steps_before_or_the_number_of_programs() -> None:
     rows = of([Row(temperature=0.9), Row(top_p=0.7), Row(top_k=20, top_p=0.9)])
     logits = normal(3, 200)
-    together = KernelRows(rows, 200, DEVICE, block=64, candidates=16, programs=12)
+    together = KernelRows(rows, 200, DEVICE, block=64, candidates=64, programs=12)
+    together.sample(normal(3, 201)[:, :200])
     tokens = together.sample(logits).tolist()
     alone = KernelRows(rows, 200, DEVICE, block=64, candidates=16, programs=1)
     assert alone.sample(logits).tolist() == tokens
@@ -122,7 +123,7 @@ def test_rows_that_are_no_numbers_fail_alone() -> None:
     assert tokens == reference.sample_rows(logits.cpu(), rows).tokens_S.tolist()
 
 
-@settings(max_examples=100 if DEVICE.type == "cuda" else 40, deadline=None, derandomize=True)
+@settings(max_examples=100 if DEVICE.type == "cuda" else 25, deadline=None, derandomize=True)
 @given(
     vocabulary=st.integers(2, 90),
     seed=st.integers(0, 2**20),
