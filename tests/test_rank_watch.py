@@ -9,6 +9,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +29,7 @@ from stretto.distributed.rendezvous import connect_to_leader, open_listener
 from stretto.distributed.stuck import find_stuck
 from stretto.distributed.watch import Watch
 from stretto.errors import EngineBroken, InvalidRequest
-from tests.helpers.processes import children_of, free_port, nothing_left
+from tests.helpers.processes import children_of, free_port, nothing_left, wait_until_dead
 
 ROOT = Path(__file__).parent.parent
 FAKE = "tests.helpers.fake_rank"
@@ -367,6 +370,40 @@ def test_a_follower_sees_that_its_leader_is_lost(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(EngineBroken, match=re.escape(reason)):
         follower.check()
     follower.watchdog.leave(0)
+
+
+STOPPED_LEADER = """
+    import signal, sys
+    from pathlib import Path
+    from tests import test_rank_watch
+    phase, directory = sys.argv[1], Path(sys.argv[2])
+    get_there, lingers_in = test_rank_watch.PHASES[phase]
+    leader = test_rank_watch.FakeLeader(directory, lingers_in=lingers_in)
+    get_there(leader)
+    if phase == "running":
+        leader.watch.rest(True)
+    print("there", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_leader_that_is_stopped_ends_the_ranks_of_its_host(tmp_path: Path, phase: str) -> None:
+    """In every phase as soon as a stopped rank ends all, though silence is forgiven for longer; also when it rests."""
+    command = [sys.executable, "-c", textwrap.dedent(STOPPED_LEADER), phase, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
+        assert leader.stderr is not None
+        assert leader.stdout.readline() == "there\n"
+        ranks = children_of(leader.pid)
+        os.kill(leader.pid, signal.SIGSTOP)
+        try:
+            assert len(ranks) == 2
+            wait_until_dead(ranks, 9.0)
+        finally:
+            leader.kill()
+        said = leader.stderr.read()
+    assert said.count("the leader (rank 0) hangs: its process is stopped (SIGSTOP)") == 2
 
 
 @pytest.mark.parametrize("end", ["dies", "goes on and hangs"])

@@ -35,6 +35,23 @@ class RankSettings(msgspec.Struct, frozen=True):
     log_level: str
 
 
+class Stopped:
+    """Whether a process of this host has been stopped for so long that it counts as hung. Looked at now and then."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._since: float | None = None
+
+    def look(self) -> bool:
+        """Whether it has, for STOPPED_SECONDS. Never blocks."""
+        if not is_stopped(self._pid):
+            self._since = None
+            return False
+        now = time.monotonic()
+        self._since = self._since or now
+        return now - self._since >= STOPPED_SECONDS
+
+
 class Child:
     """The process of one rank, and the line to it that tells each side that the other is gone."""
 
@@ -52,7 +69,7 @@ class Child:
             )
         self._line = ours
         self._parent = os.getpid()
-        self._stopped_since: float | None = None
+        self._stopped = Stopped(self.process.pid)
         with suppress(OSError):  # it may have died already
             ours.sendall(msgspec.json.encode(settings) + b"\n")
 
@@ -66,14 +83,7 @@ class Child:
         code = self.process.poll()
         if code is not None:
             return f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({_signal(-code)})"
-        if not is_stopped(self.pid):
-            self._stopped_since = None
-            return None
-        now = time.monotonic()
-        self._stopped_since = self._stopped_since or now
-        if now - self._stopped_since < STOPPED_SECONDS:
-            return None
-        return "hangs: its process is stopped (SIGSTOP)"
+        return "hangs: its process is stopped (SIGSTOP)" if self._stopped.look() else None
 
     def last_words(self) -> str:
         """What it left to say when it ended; empty if nothing."""

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stretto.ranks")
 
+LEADER_NAME = "the leader (rank 0)"
 CONNECT_SECONDS = 60.0
 _TELL_SECONDS = 0.2
 
@@ -69,8 +70,9 @@ class Follower:
         place: Place,
         parent: socket.socket | None,
         end: Callable[[str, bool], None],
+        parent_pid: int | None = None,
     ) -> None:
-        """Find the leader; blocks until it is there. `parent` and `end`: see `Watchdog`. Raises EngineBroken."""
+        """Find the leader; blocks until it is there. For the rest see `Watchdog`. Raises EngineBroken."""
         self.place = place
         self._config = config
         waits_since = time.monotonic()
@@ -86,7 +88,8 @@ class Follower:
         link = Link(connection)
         facts = {**version_facts(), **environment_facts(), **option_facts(config)}
         link.send(Hello(place.rank, socket.gethostname(), os.getpid(), PROTOCOL, facts))
-        self.watchdog = Watchdog(link, parent, end)
+        parent_name = LEADER_NAME if place.rank == place.local_rank else f"the first process of {socket.gethostname()}"
+        self.watchdog = Watchdog(link, parent, end, parent_pid, parent_name)
         self._group: TensorGroup | None = None
         self._transport: FollowerTransport | None = None
         self._told = 0.0

@@ -33,7 +33,7 @@ def main(build: Callable[[EngineConfig, Follower], FollowingRuntime]) -> NoRetur
     end = EndOfProcess(settings.place.rank, parent)
     follower = None
     try:
-        follower = Follower(settings.engine, settings.place, parent, end)
+        follower = Follower(settings.engine, settings.place, parent, end, settings.parent_pid)
         follower.run(lambda member: build(settings.engine, member))
     except BaseException as error:
         if not isinstance(error, StrettoError):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from stretto.distributed import patience
 from stretto.distributed.agreement import Facts
+from stretto.distributed.children import Stopped
 from stretto.distributed.link import Agreed, Beat, Broken, Bye, Failed, Leave, Link, Message
 from stretto.distributed.link import Facts as FactsMessage
 from stretto.errors import EngineBroken
@@ -28,10 +29,21 @@ VERDICT_SECONDS = patience.GRACE_SECONDS + 1.0
 class Watchdog:
     """A follower's side of `Watch`. `end` is called once, in the watchdog's thread, when the rank must end."""
 
-    def __init__(self, link: Link, parent: socket.socket | None, end: Callable[[str, bool], None]) -> None:
-        """`parent`: closes when the process that started this one is gone. `end` gets the reason, and whether the
-        leader has told it (else it was found here); an empty reason is an orderly end.
+    def __init__(
+        self,
+        link: Link,
+        parent: socket.socket | None,
+        end: Callable[[str, bool], None],
+        parent_pid: int | None = None,
+        parent_name: str = "the process that started this rank",
+    ) -> None:
+        """`parent`: closes when the process that started this one is gone; `parent_pid`: whether that one is stopped.
+
+        `end` gets the reason, and whether the leader has told it (else it was found here); an empty reason is an
+        orderly end.
         """
+        self._parent_stopped = None if parent_pid is None else Stopped(parent_pid)
+        self._parent_name = parent_name
         self._link = link
         self._parent = parent
         self._end = end
@@ -104,6 +116,8 @@ class Watchdog:
                 self._fail(f"the leader (rank 0) hangs: no sign of life for {now - heard:.0f} s", told=False)
             if self._parent in ready:
                 self._fail("the process that started this rank is gone", told=False)
+            if self._parent_stopped is not None and self._parent_stopped.look():
+                self._fail(f"{self._parent_name} hangs: its process is stopped (SIGSTOP)", told=False)
             if now - last_beat >= patience.BEAT_SECONDS:
                 last_beat = now
                 self.tell(self._own_beat(self._phase))
