@@ -57,6 +57,7 @@ class FakeLeader:
         host, port = listener.getsockname()
         places = [Place(rank, size, rank, size, (host, port)) for rank in range(1, size)]
         self.watch = Watch(place, listener, facts_of(config), lambda: start_ranks(config, places, FAKE))
+        self.watch.start()
 
     def meet(self) -> None:
         self.watch.gather("hello", seconds=20)

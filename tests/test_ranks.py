@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from stretto import LLM, SamplingParams
 from stretto.config import EngineConfig
+from stretto.device.base import Device
 from stretto.distributed.digest import DigestCheck, RanksDiffer
-from stretto.distributed.leader import Leader
+from stretto.distributed.leader import Leader, check_gpus
 from stretto.distributed.place import Place, place_of
 from stretto.errors import EngineBroken, InvalidRequest
 from tests.helpers.dummy_model import VOCAB_SIZE
@@ -196,9 +201,27 @@ def test_ranks_that_differ_stop_with_both_views(one: LLM, dummy_model: Path, mon
 # -- how they start ---------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_cannot_be_split_is_refused(dummy_model: Path) -> None:
-    with nothing_left(), pytest.raises(InvalidRequest, match="tensor_parallel_size is 3, but the model has 4 query"):
-        LLM(str(dummy_model), tensor_parallel_size=3, **OPTIONS)
+@pytest.mark.parametrize(("num_local", "refused"), [(2, False), (3, True)])
+def test_more_ranks_than_gpus_are_refused(num_local: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    device = SimpleNamespace(torch_device=torch.device("cuda:0"))
+    place = Place(0, num_local, 0, num_local, None)
+    with pytest.raises(InvalidRequest, match="3 GPUs are needed on this host") if refused else nullcontext():
+        check_gpus(place, cast(Device, device))
+
+
+def test_a_model_that_cannot_be_split_is_refused_before_any_rank_starts(
+    dummy_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: started.append(arguments))
+    for size in (3, 1000):
+        with (
+            nothing_left(),
+            pytest.raises(InvalidRequest, match=rf"parallel_size is {size}, but the model has 4"),
+        ):
+            LLM(str(dummy_model), tensor_parallel_size=size, **OPTIONS)
+    assert not started
 
 
 def test_an_address_in_use_is_told(dummy_model: Path, shared_two: LLM) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import torch
+
 from stretto.config import EngineConfig, SchedulerConfig
 from stretto.device.base import Device
 from stretto.distributed import transport as control
@@ -33,7 +35,7 @@ from stretto.distributed.place import Place
 from stretto.distributed.rendezvous import join_store, open_listener, open_store
 from stretto.distributed.turns import LeaderTurns
 from stretto.distributed.watch import Watch
-from stretto.errors import EngineBroken, StrettoError
+from stretto.errors import EngineBroken, InvalidRequest, StrettoError
 from stretto.scheduler.loop import Witness
 from stretto.scheduler.scheduler import Scheduler
 from stretto.scheduler.turns import Inbox, TurnSource
@@ -65,7 +67,7 @@ class Leader:
     """`Member` for rank 0. `give_up` or `close` ends it."""
 
     def __init__(self, config: EngineConfig, place: Place, progress: Progress | None = None) -> None:
-        """Open the meeting place and start the other ranks of this host. Does not wait for them.
+        """Open the meeting place, where ranks of other hosts may come at once; those of this host start with `join`.
 
         Raises InvalidRequest if the ranks cannot meet at the given address.
         """
@@ -91,6 +93,8 @@ class Leader:
     def join(self, resolved: ResolvedModel, model: ModelConfig, device: Device) -> TensorGroup:
         """See `Member`."""
         watch, size = self.watch, self.place.size
+        check_gpus(self.place, device)
+        watch.start()  # not before: a model that cannot be split so often is refused without starting as many processes
         others = "the other rank" if size == 2 else f"the other {size - 1} ranks"
         watch.gather("hello", lambda: self._progress(f"waiting for {others}", 0.0))
         name = control.choose(self._config.control_transport.replace("-", "_"), self.place.single_host)
@@ -248,6 +252,18 @@ def _beat_of(runtime: weakref.ref[LeadingRuntime]) -> Callable[[str], Beat]:
         return Beat(phase) if alive is None else alive.beat(phase)
 
     return beat
+
+
+def check_gpus(place: Place, device: Device) -> None:
+    """Raises InvalidRequest if the ranks that this process starts have not a GPU each."""
+    if device.torch_device.type != "cuda" or place.launched:
+        return
+    there = torch.cuda.device_count()
+    if there < place.num_local:
+        raise InvalidRequest(
+            f"tensor_parallel_size is {place.size}, so {place.num_local} GPUs are needed on this host, one a rank, but "
+            f"{there} are visible: lower it, spread the ranks over more hosts, or see CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _is_echo(error: BaseException) -> bool:

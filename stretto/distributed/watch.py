@@ -42,11 +42,12 @@ class Watch:
         start_children: Callable[[], list[Child]],
         hang_seconds: float = HANG_SECONDS,
     ) -> None:
-        """`facts`: what must be equal before anything is loaded. Starts a thread, and in it the children."""
+        """`facts`: what must be equal before anything is loaded. Starts a thread; in it, at `start`, the children."""
         self._hang_seconds = hang_seconds
         self._place = place
         self._facts = facts
-        self._start_children = start_children
+        self._start_children: Callable[[], list[Child]] | None = start_children
+        self._may_start = threading.Event()
         self._ranks = {rank: FollowerState(rank, f"rank {rank}") for rank in range(1, place.size)}
         self._listener: socket.socket | None = listener
         self._selector = selectors.DefaultSelector()
@@ -71,6 +72,10 @@ class Watch:
         self._thread.start()
 
     # -- for the leader's thread ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the children now: this rank has found nothing that would be refused. Does not wait for them."""
+        self._may_start.set()
 
     def check(self) -> None:
         """Raise EngineBroken if the engine has failed."""
@@ -160,12 +165,6 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            for child in self._start_children():
-                self._ranks[child.place.rank].child = child
-                self._ranks[child.place.rank].name = f"rank {child.place.rank} (pid {child.pid})"
-        except OSError as error:
-            self._fail(f"the processes of the other ranks cannot be started: {error}")
-        try:
             self._watch()
         except BaseException as error:
             self._fail(f"rank 0's watch failed: {_told(error)}")
@@ -175,10 +174,21 @@ class Watch:
             self._end_all(until)
             self._aborts.clear()
 
+    def _begin(self, start_children: Callable[[], list[Child]]) -> None:
+        self._start_children = None
+        try:
+            for child in start_children():
+                self._ranks[child.place.rank].child = child
+                self._ranks[child.place.rank].name = f"rank {child.place.rank} (pid {child.pid})"
+        except OSError as error:
+            self._fail(f"the processes of the other ranks cannot be started: {error}")
+
     def _watch(self) -> None:
         last = last_beat = time.monotonic()
         while not self._closing.is_set():
-            for key, _ in self._selector.select(TICK_SECONDS):
+            if self._start_children is not None and self._may_start.wait(TICK_SECONDS / 10):
+                self._begin(self._start_children)
+            for key, _ in self._selector.select(TICK_SECONDS if self._start_children is None else 0.0):
                 if key.data is None:
                     self._accept()
                 else:
