@@ -5,7 +5,6 @@ Owns which facts those are and how a difference is told. Knows nothing about who
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 from dataclasses import asdict, fields
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.config import EngineConfig, SchedulerConfig
+from stretto.distributed.fingerprint import fingerprint_gguf, fingerprint_safetensors
 from stretto.distributed.link import PROTOCOL
 from stretto.version import __version__
 
@@ -42,7 +42,6 @@ _OWN_AFFAIR = {
 """Options that may differ, and why."""
 MINIMUM = "num_pages"
 """The one size that is decided, not compared: every rank takes what the smallest has room for."""
-GGUF_HEADER_BYTES = 1 << 20
 SHOWN = 200
 
 
@@ -75,21 +74,21 @@ def _is_set(name: str) -> bool:
 
 
 def model_facts(options: EngineConfig, resolved: ResolvedModel, config: ModelConfig, device: torch.device) -> Facts:
-    """Which model it is: its shape, and names, sizes and headers of the files with its weights; and how it is held.
+    """Which model it is: its shape, names, sizes and fingerprints of the files with its weights; and how it is held.
 
-    Reads little of the files.
+    Reads little of the files. Blocks on the disk. Raises ModelLoadError.
     """
     from stretto.layers.formats import resolve_dtype
 
     facts = {f"model's {name}": repr(_plain(value)) for name, value in asdict(config).items()}
     facts |= {"device": device.type, "weight format": resolve_dtype(options.dtype, device).format}
     if resolved.kind == "gguf":
-        with open(resolved.path, "rb") as file:
-            header = hashlib.sha256(file.read(GGUF_HEADER_BYTES)).hexdigest()
-        facts["weight files"] = f"{resolved.path.stat().st_size} bytes, header {header[:16]}"
+        facts["weight files"] = f"{resolved.path.stat().st_size} bytes, fingerprint {fingerprint_gguf(resolved.path)}"
         return facts
     files = sorted(Path(resolved.path).glob("*.safetensors"))
-    facts["weight files"] = ", ".join(f"{f.name} ({f.stat().st_size} bytes, header {_header(f)})" for f in files)
+    facts["weight files"] = ", ".join(
+        f"{file.name} ({file.stat().st_size} bytes, fingerprint {fingerprint_safetensors(file)})" for file in files
+    )
     return facts
 
 
@@ -107,13 +106,6 @@ def difference(rank: int, theirs: Facts, ours: Facts) -> str | None:
                 f"{_shown(ours, name)} on rank 0; start all ranks alike"
             )
     return None
-
-
-def _header(file: Path) -> str:
-    """Hash of the header of a safetensors file: names, types and places of its tensors."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        return hashlib.sha256(stream.read(min(length, 64 << 20))).hexdigest()[:16]
 
 
 def _plain(value: object) -> object:
