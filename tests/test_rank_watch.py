@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from stretto.config import EngineConfig
-from stretto.distributed import patience
+from stretto.distributed import patience, rendezvous
 from stretto.distributed.agreement import environment_facts, option_facts, version_facts
 from stretto.distributed.follower import Follower
 from stretto.distributed.launch import host_ranks, start_ranks
@@ -371,6 +371,14 @@ def test_a_follower_sees_that_its_leader_is_lost(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(EngineBroken, match=re.escape(reason)):
         follower.check()
     follower.watchdog.leave(0)
+
+
+def test_a_name_that_nobody_knows_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_NAME_SECONDS", 0.2)
+    told: list[str] = []
+    with pytest.raises(EngineBroken, match=r"found no leader at nowhere\.invalid:29500 within 0\.2 s \(.*[Nn]ame"):
+        connect_to_leader(Place(1, 2, 0, 1, ("nowhere.invalid", 29500)), 600.0, told.append)
+    assert told
 
 
 STOPPED_LEADER = """

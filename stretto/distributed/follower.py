@@ -77,11 +77,12 @@ class Follower:
         self._config = config
         waits_since = time.monotonic()
 
-        def waiting() -> None:
+        def waiting(why: str) -> None:
             nonlocal waits_since
             if time.monotonic() - waits_since > 10.0:
                 waits_since = time.monotonic()
-                logger.warning("rank %d waits for the leader at %s port %d", place.rank, *(place.address or ("?", 0)))
+                where = place.address or ("?", 0)
+                logger.warning("rank %d waits for the leader at %s port %d: %s", place.rank, *where, why)
 
         connection = connect_to_leader(place, MEET_SECONDS, waiting)
         self._host = connection.getsockname()[0]

@@ -24,6 +24,8 @@ LOOPBACK = "127.0.0.1"
 _ATTEMPT_SECONDS = 2.0
 _PAUSE_SECONDS = 0.1
 _STORE_SECONDS = 30.0
+_NAME_SECONDS = 30.0
+"""How long a name may be unknown: it is a slip of the pen, or a name server that starts as well."""
 
 
 def open_listener(place: Place) -> socket.socket:
@@ -38,10 +40,11 @@ def open_listener(place: Place) -> socket.socket:
     return listener
 
 
-def connect_to_leader(place: Place, seconds: float, waiting: Callable[[], None] = lambda: None) -> socket.socket:
+def connect_to_leader(place: Place, seconds: float, waiting: Callable[[str], None] = lambda why: None) -> socket.socket:
     """A connection to the leader, which may come later than this rank. Blocks for at most `seconds`.
 
-    `waiting` is called between two attempts. Raises EngineBroken.
+    `waiting` is told between two attempts why the last one failed. Raises EngineBroken; for a name that nobody knows
+    sooner.
     """
     assert place.address is not None
     address = place.address
@@ -49,17 +52,19 @@ def connect_to_leader(place: Place, seconds: float, waiting: Callable[[], None] 
         store = _torchrun_store(address, seconds)
         host, _, port = store.get(_torchrun_key()).decode().rpartition(" ")
         address = (host, int(port))
-    until = time.monotonic() + seconds
+    began = time.monotonic()
     while True:
         try:
             return socket.create_connection(address, _ATTEMPT_SECONDS)
         except OSError as error:
-            if time.monotonic() > until:
+            why = str(error)
+            patience = min(seconds, _NAME_SECONDS) if isinstance(error, socket.gaierror) else seconds
+            if time.monotonic() - began > patience:
                 raise EngineBroken(
-                    f"rank {place.rank} found no leader at {_text(address)} within {seconds:g} s ({error}): is rank 0 "
+                    f"rank {place.rank} found no leader at {_text(address)} within {patience:g} s ({why}): is rank 0 "
                     "running, and can this host reach it?"
                 ) from error
-        waiting()
+        waiting(why)
         time.sleep(_PAUSE_SECONDS)
 
 
