@@ -188,16 +188,17 @@ def test_a_rank_that_fails_tells_why(tmp_path: Path) -> None:
 class Guest:
     """Somebody who connects to a leader whose other ranks are missing."""
 
-    def __init__(self, size: int = 2, hang_seconds: float = 6.0) -> None:
+    def __init__(self, size: int = 2, hang_seconds: float = 6.0, *, pid: int = 77, launched: bool = False) -> None:
         self.config = EngineConfig("model", tensor_parallel_size=size)
-        place = Place(0, size, 0, 1, None)
+        self.pid = pid
+        place = Place(0, size, 0, size if launched else 1, None, launched)
         listener = open_listener(place)
         self.address = listener.getsockname()
         self.watch = Watch(place, listener, facts_of(self.config), list, hang_seconds)
         self.link = Link(socket.create_connection(self.address))
 
     def hello(self, rank: int = 1, **facts: str) -> None:
-        self.link.send(Hello(rank, "elsewhere", 77, PROTOCOL, {**facts_of(self.config), **facts}))
+        self.link.send(Hello(rank, "elsewhere", self.pid, PROTOCOL, {**facts_of(self.config), **facts}))
 
     def leave(self) -> None:
         """Hang up, and end the leader."""
@@ -275,6 +276,20 @@ def test_a_rank_on_another_host_that_falls_silent_hangs(guest: Guest) -> None:
     with pytest.raises(EngineBroken, match=r"rank 1 \(pid 77 on elsewhere\) hangs: no sign of life"):
         guest.watch.gather("sizes", seconds=5)
     assert "hangs" in guest.told()
+
+
+def test_a_rank_of_torchrun_that_is_stopped_is_seen_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun itself would wait for it for half a minute."""
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        monkeypatch.setattr(os, "getppid", os.getpid)  # as if it were started beside this process
+        guest = Guest(pid=rank.pid, launched=True)
+        guest.hello()
+        guest.watch.gather("hello", seconds=5)
+        rank.send_signal(signal.SIGSTOP)
+        with pytest.raises(EngineBroken, match=r"rank 1 .* hangs: its process is stopped \(SIGSTOP\)"):
+            guest.watch.gather("sizes", seconds=5)
+        guest.leave()
+        assert rank.wait(5.0) == -signal.SIGKILL
 
 
 def test_a_rank_on_another_host_whose_line_breaks_is_gone(guest: Guest) -> None:
@@ -412,7 +427,7 @@ def test_a_leader_that_is_stopped_ends_the_ranks_of_its_host(tmp_path: Path, pha
         finally:
             leader.kill()
         said = leader.stderr.read()
-    assert said.count("the leader (rank 0) hangs: its process is stopped (SIGSTOP)") == 2
+    assert said.count("hangs: its process is stopped (SIGSTOP)") == 2, said
 
 
 @pytest.mark.parametrize("end", ["dies", "goes on and hangs"])

@@ -23,6 +23,8 @@ RANK_MODULE = "stretto.distributed.rank_process"
 STOPPED_SECONDS = 1.5
 """How long a process may be stopped (SIGSTOP) before it counts as hung: Ctrl-Z stops all of them, one by one."""
 
+STOPPED = "hangs: its process is stopped (SIGSTOP)"
+
 _POLL_SECONDS = 0.01
 
 
@@ -50,6 +52,21 @@ class Stopped:
         now = time.monotonic()
         self._since = self._since or now
         return now - self._since >= STOPPED_SECONDS
+
+
+class Sibling(Stopped):
+    """A rank of this host that another program (torchrun) has started, as it has started this one."""
+
+    @classmethod
+    def find(cls, pid: int) -> Sibling | None:
+        """The process `pid`, if it is one."""
+        return cls(pid) if _parent_of(pid) == os.getppid() else None
+
+    def end(self) -> None:
+        """Kill it if it is stopped: it would keep its device, and cannot end by itself."""
+        if is_stopped(self._pid) and _parent_of(self._pid) == os.getppid():
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
 
 
 class Child:
@@ -83,7 +100,7 @@ class Child:
         code = self.process.poll()
         if code is not None:
             return f"ended with exit code {code}" if code >= 0 else f"was killed by signal {-code} ({_signal(-code)})"
-        return "hangs: its process is stopped (SIGSTOP)" if self._stopped.look() else None
+        return STOPPED if self._stopped.look() else None
 
     def last_words(self) -> str:
         """What it left to say when it ended; empty if nothing."""
@@ -132,10 +149,19 @@ def threads_of_rank(config: EngineConfig, place: Place) -> int:
 
 def is_stopped(pid: int) -> bool:
     """Whether the process is stopped by a signal or a debugger (Linux)."""
+    return _state_of(pid)[0] in ("T", "t")
+
+
+def _parent_of(pid: int) -> int:
+    return int(_state_of(pid)[1])
+
+
+def _state_of(pid: int) -> list[str]:
+    """State and parent of a process, and more; "-" and -1 if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
-        return False
+        return ["-", "-1"]
 
 
 def _signal(number: int) -> str:

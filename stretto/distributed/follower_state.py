@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from stretto.distributed.agreement import Facts
-from stretto.distributed.children import Child
+from stretto.distributed.children import STOPPED, Child, Sibling
 from stretto.distributed.link import Beat, Bye, Link, Loading, Message
 from stretto.distributed.link import Facts as FactsMessage
 from stretto.distributed.patience import GRACE_SECONDS
@@ -24,6 +24,8 @@ class FollowerState:
     """For people; with process and host once they are known."""
     child: Child | None = None
     """Its process, if it is on this host and was started by this one."""
+    sibling: Sibling | None = None
+    """Its process, if it is on this host and was started by torchrun."""
     link: Link | None = None
     heard: float = 0.0
     beat: Beat = field(default_factory=Beat)
@@ -60,6 +62,8 @@ class FollowerState:
         if child is not None and (trouble := child.trouble()) is not None:
             words = child.last_words() if child.process.poll() is not None else ""
             return f"{self.name} {trouble} {where}" + (f": {words}" if words else "")
+        if self.sibling is not None and self.sibling.look():
+            return f"{self.name} {STOPPED} {where}"
         if self.closed_at is not None and (child is None or now - self.closed_at > GRACE_SECONDS):
             return f"{self.name} is gone: it died, or its connection broke {where}"
         if line_is_open and now - self.heard > patience:

@@ -81,9 +81,11 @@ class EndOfProcess:
     def __init__(self, rank: int, parent: socket.socket) -> None:
         self._rank = rank
         self._parent = parent
+        self._only_once = threading.Lock()
 
     def __call__(self, reason: str, told: bool) -> None:
         """End this process. Called by any thread; the main thread may hang. Never returns."""
+        self._only_once.acquire()  # for good: both threads may learn of a failure, and one says it
         if reason and not told:
             sys.stderr.write(f"stretto: rank {self._rank} ends: {reason}\n")
         if reason:

@@ -14,10 +14,11 @@ from typing import NoReturn
 import msgspec
 
 from stretto.config import EngineConfig
-from stretto.distributed.children import RankSettings
+from stretto.distributed.children import STOPPED, RankSettings, Stopped
 from stretto.distributed.follower import Follower, FollowingRuntime
 from stretto.distributed.lend import EndOfProcess
 from stretto.distributed.link import LONGEST_LINE
+from stretto.distributed.patience import TICK_SECONDS
 from stretto.errors import StrettoError
 from stretto.ipc.control import die_with_parent
 
@@ -55,12 +56,20 @@ def _build(config: EngineConfig, member: Follower) -> FollowingRuntime:
 
 
 def _read_settings(line: socket.socket) -> RankSettings:
-    data = b""
+    data, parent = b"", Stopped(os.getppid())
+    line.settimeout(TICK_SECONDS)
     while not data.endswith(b"\n"):
-        more = line.recv(1 << 16)
+        try:
+            more = line.recv(1 << 16)
+        except TimeoutError:
+            if parent.look():
+                sys.stderr.write(f"stretto: a rank ends: the process that started it {STOPPED}\n")
+                os._exit(1)
+            continue
         if not more or len(data) > LONGEST_LINE:
             os._exit(1)  # who started this process is gone
         data += more
+    line.settimeout(None)
     return msgspec.json.decode(data, type=RankSettings)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from stretto.distributed.agreement import Facts, difference
-from stretto.distributed.children import Child, end_children
+from stretto.distributed.children import Child, Sibling, end_children
 from stretto.distributed.follower_state import FollowerState
 from stretto.distributed.link import Agreed, Beat, Broken, Digest, Failed, Hello, Leave, Link, Message
 from stretto.distributed.patience import BEAT_SECONDS, GRACE_SECONDS, HANG_SECONDS, TICK_SECONDS, hang_limit
@@ -253,6 +253,8 @@ class Watch:
             return link
         rank.link, rank.heard = link, time.monotonic()
         rank.name = f"rank {hello.rank} (pid {hello.pid} on {hello.host})"
+        if self._place.launched and hello.rank < self._place.num_local:
+            rank.sibling = Sibling.find(hello.pid)
         self._selector.modify(link, selectors.EVENT_READ, rank)
         with self._changed:
             rank.facts["hello"] = hello.facts
@@ -322,6 +324,8 @@ class Watch:
             for rank in self._ranks.values():
                 if rank.child is not None:
                     rank.child.kill()
+                if rank.sibling is not None:
+                    rank.sibling.end()
 
     def _end_all(self, until: float) -> None:
         end_children([rank.child for rank in self._ranks.values() if rank.child is not None], until)
@@ -334,6 +338,8 @@ class Watch:
                     break
             if rank.link is not None:
                 rank.link.close()
+            if rank.sibling is not None:
+                rank.sibling.end()
         self._selector.close()
         if self._listener is not None:
             self._listener.close()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from stretto.distributed import patience
 from stretto.distributed.agreement import Facts
-from stretto.distributed.children import Stopped
+from stretto.distributed.children import STOPPED, Stopped
 from stretto.distributed.link import Agreed, Beat, Broken, Bye, Failed, Leave, Link, Message
 from stretto.distributed.link import Facts as FactsMessage
 from stretto.errors import EngineBroken
@@ -117,7 +117,7 @@ class Watchdog:
             if self._parent in ready:
                 self._fail("the process that started this rank is gone", told=False)
             if self._parent_stopped is not None and self._parent_stopped.look():
-                self._fail(f"{self._parent_name} hangs: its process is stopped (SIGSTOP)", told=False)
+                self._fail(f"{self._parent_name} {STOPPED}", told=False)
             if now - last_beat >= patience.BEAT_SECONDS:
                 last_beat = now
                 self.tell(self._own_beat(self._phase))
