@@ -20,7 +20,7 @@ import pytest
 
 from stretto import LLM, SamplingParams
 from stretto.errors import EngineBroken
-from tests.helpers.processes import children_of, nothing_left, wait_until_dead
+from tests.helpers.processes import children_of, nothing_left, ranks_of, wait_until_dead
 
 ROOT = Path(__file__).parent.parent
 OPTIONS: dict[str, Any] = {
@@ -43,7 +43,7 @@ class Hit:
         self.sent_at = 0.0
 
     def now(self) -> None:
-        (pid,) = children_of(os.getpid())
+        (pid,) = ranks_of(os.getpid())
         self.sent_at = time.monotonic()
         os.kill(pid, self.signal)
 

@@ -29,7 +29,7 @@ from stretto.distributed.rendezvous import connect_to_leader, open_listener
 from stretto.distributed.stuck import find_stuck
 from stretto.distributed.watch import Watch
 from stretto.errors import EngineBroken, InvalidRequest
-from tests.helpers.processes import children_of, free_port, nothing_left, wait_until_dead
+from tests.helpers.processes import children_of, free_port, nothing_left, ranks_of, wait_until_dead
 
 ROOT = Path(__file__).parent.parent
 FAKE = "tests.helpers.fake_rank"
@@ -75,7 +75,7 @@ class FakeLeader:
 
     def pid(self, rank: int) -> int:
         """Ranks are started in order."""
-        while len(pids := children_of(os.getpid())) < rank:
+        while len(pids := ranks_of(os.getpid())) < rank:
             self.watch.check()
             time.sleep(0.01)
         return pids[rank - 1]
@@ -92,11 +92,11 @@ def test_ranks_meet_agree_and_end_in_order(tmp_path: Path) -> None:
     leader = FakeLeader(tmp_path)
     leader.run()
     assert leader.watch.facts_of("sizes") == [{"num_pages": "7"}] * 2
-    pids = children_of(os.getpid())
+    pids = ranks_of(os.getpid())
     assert len(pids) == 2
     leader.stop()
     assert leader.watch.failure is None
-    assert not children_of(os.getpid())
+    assert not ranks_of(os.getpid())
 
 
 def start(leader: FakeLeader) -> None:
@@ -134,7 +134,7 @@ def test_a_rank_that_dies_or_stops_ends_all(tmp_path: Path, phase: str, sig: sig
         leader.watch.check()
     leader.watch.close(orderly=False)
     assert freed == [message]
-    assert not children_of(os.getpid())
+    assert not ranks_of(os.getpid())
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP, None], ids=["killed", "stopped", "slow"])
@@ -142,12 +142,12 @@ def test_ranks_that_do_not_end_are_ended(tmp_path: Path, sig: signal.Signals | N
     leader = FakeLeader(tmp_path, lingers_in="shutdown")
     leader.run()
     if sig is not None:
-        for pid in children_of(os.getpid()):
+        for pid in ranks_of(os.getpid()):
             os.kill(pid, sig)
     began = time.monotonic()
     leader.stop()
     assert time.monotonic() - began < 9.0
-    assert not children_of(os.getpid())
+    assert not ranks_of(os.getpid())
 
 
 def test_the_ranks_of_a_leader_that_nobody_has_any_more_end(tmp_path: Path) -> None:

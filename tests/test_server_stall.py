@@ -29,7 +29,7 @@ def test_others_are_answered_while_a_large_body_is_worked_on(server: ServerProce
         meanwhile += not answers
     thread.join(PATIENCE)
     assert answers[0][0] in (200, 400)
-    assert meanwhile > 5
+    assert meanwhile > 3
 
 
 def test_more_prompts_than_there_is_room_for_are_refused_before_they_are_read(server: ServerProcess) -> None:

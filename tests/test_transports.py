@@ -46,24 +46,31 @@ def server_of_ranks() -> None:
     start_server()
 
 
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory whose path leaves room for a socket's name, which pytest's own do not when it runs in parallel."""
+    with tempfile.TemporaryDirectory(prefix="st") as path:
+        yield Path(path)
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_is_left(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After each test, however it went: no socket's directory, nothing in shared memory, no thread of ours."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     before = set(os.listdir("/dev/shm"))
     yield
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(scratch) == []
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "stretto" in name}
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Callable[[], RankProcess]]:
+def ranks(scratch: Path) -> Iterator[Callable[[], RankProcess]]:
     """Makes processes that end with the test."""
     made: list[RankProcess] = []
 
     def make() -> RankProcess:
         made.append(RankProcess())
-        made[-1].do("temporary_directory", str(tmp_path))
+        made[-1].do("temporary_directory", str(scratch))
         return made[-1]
 
     yield make
@@ -418,11 +425,11 @@ def test_shared_memory_and_zeromq_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_socket_can_be_reached_by_its_owner_only(tmp_path: Path) -> None:
+def test_the_socket_can_be_reached_by_its_owner_only(scratch: Path) -> None:
     for name in ("shared_memory", "zeromq"):
         leader = listen(name, 2)
         path = Path(leader.address.partition(":")[2].removeprefix("//").partition("#")[0])
-        assert path.parent.parent == tmp_path
+        assert path.parent.parent == scratch
         assert path.parent.stat().st_mode & 0o777 == 0o700
         leader.close()
 

@@ -14,6 +14,7 @@ class Fault:
 
     def __init__(self, device: str, stream: str, work: Callable[..., None], cause: BaseException) -> None:
         self.cause = cause
+        _forget_locals(cause)
         self.text = (
             f"work {work_name(work)!r} on stream {stream!r} of the {device} device failed: "
             f"{''.join(traceback.format_exception_only(cause)).strip()}; the device takes no more work"
@@ -24,6 +25,14 @@ class Fault:
         error = DeviceFault(self.text)
         error.__cause__ = self.cause
         return error
+
+
+def _forget_locals(error: BaseException) -> None:
+    """The error lives as long as its device: its lines may stay, what their variables hold (tensors, ports) not."""
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
 
 
 def work_name(work: Callable[..., None]) -> str:

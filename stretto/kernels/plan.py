@@ -236,8 +236,8 @@ def _derive_decode(
         d = tl.arange(0, BLOCK)
         if SPLIT:
             index = token - FIRST_ID
-            inside = (d < WIDTH) & (index >= 0) & (index < TABLE_ROWS)
-            row = tl.load(embedding_ptr + index * WIDTH + d, mask=inside, other=0.0)
+            own_width = tl.where((index >= 0) & (index < TABLE_ROWS), WIDTH, 0)
+            row = tl.load(embedding_ptr + index * WIDTH + d, mask=d < own_width, other=0.0)
         else:
             row = tl.load(embedding_ptr + token * WIDTH + d, mask=d < WIDTH)
         tl.store(out_ptr + program.to(tl.int64) * WIDTH + d, row, mask=d < WIDTH)

@@ -32,6 +32,17 @@ def children_of(pid: int) -> list[int]:
     return sorted(found)
 
 
+def ranks_of(pid: int) -> list[int]:
+    """Those of `children_of` that are ranks: a test process has other children, too."""
+    found = []
+    for child in children_of(pid):
+        with suppress(OSError):
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"stretto.distributed.rank_process" in command or b"fake_rank" in command:
+                found.append(child)
+    return found
+
+
 def listening() -> set[str]:
     """Addresses at which this process listens for TCP connections."""
     own = set()

@@ -40,6 +40,8 @@ _OVERHEAD = FRAME_BYTES
 _FOR_EVER = timedelta(days=3650)
 _LOOK_S = 0.5
 """How often somebody who waits looks into the store for who has closed."""
+_SETTLE_S = 1.0
+"""How long `close` waits for broadcasts to ranks that have left."""
 _LEFT, _SESSION, _SIZE = "left", "session", "size"
 
 
@@ -195,11 +197,18 @@ class GlooLeader:
                     _wait(self._running[0][0], min(left, _LOOK_S / 5))
                     self._reap()
             self._group.leave()
-            self._group.close(busy=any(not work.is_completed() for work, _ in self._running))
+            # Who has left takes its connections along, and what waited for it ends soon.
+            deadline = time.monotonic() + _SETTLE_S
+            while self._is_busy() and time.monotonic() < deadline:
+                time.sleep(_LOOK_S / 5)
+            self._group.close(busy=self._is_busy())
         if self._failure is None:
             self._failure = TransportError("this end of the control plane is closed")
         self._running.clear()
         self._group = self._store = None
+
+    def _is_busy(self) -> bool:
+        return any(not work.is_completed() for work, _ in self._running)
 
     def _start(self, buffer: bytearray, cost: int) -> None:
         assert self._group is not None
