@@ -1,8 +1,8 @@
 """Overlap depth 1 and 2 against depth 0 with the real model on this CPU, at batch sizes 1, 8 and 32.
 
-All depths are loaded in one process and take turns, in another order each time, so that a machine that drifts (15 % is
-usual) drifts for all. A ratio is taken between neighbours in time, and the median of the ratios is reported, with the
-share of device time that bubbles take at each depth.
+Each depth has an engine in a process of its own (several OpenMP pools in one process slow each other down). They take
+turns, in another order each time, so that a machine that drifts (15 % is usual) drifts for all. A ratio is taken
+between neighbours in time, and the median of the ratios is reported, with the share of device time that bubbles take.
 
     python benchmarks/overlap.py [--rounds 7] [--new-tokens 48] [--out benchmarks/results/overlap.json]
 """
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,15 +45,33 @@ def run_once(llm: LLM, batch: int, new_tokens: int) -> dict[str, float]:
     }
 
 
-def measure(llms: dict[int, LLM], batch: int, rounds: int, new_tokens: int) -> dict[int, list[dict[str, float]]]:
+def serve(pipe: Connection, model: str, options: Mapping[str, Any]) -> None:
+    """One engine: says its dtype, then runs each (batch, new tokens) that comes, until None does."""
+    with LLM(model, **options) as llm:
+        pipe.send(llm.dtype)
+        while (task := pipe.recv()) is not None:
+            pipe.send(run_once(llm, *task))
+
+
+def ask(pipe: Connection, batch: int, new_tokens: int) -> dict[str, float]:
+    """One run in an engine's process."""
+    pipe.send((batch, new_tokens))
+    figures: dict[str, float] = pipe.recv()
+    return figures
+
+
+def measure(
+    engines: Mapping[int, Connection], batch: int, rounds: int, new_tokens: int
+) -> dict[int, list[dict[str, float]]]:
     """Rounds of all depths in turn, after one run each to warm up."""
-    runs: dict[int, list[dict[str, float]]] = {depth: [] for depth in llms}
-    for llm in llms.values():
-        run_once(llm, batch, 8)
+    runs: dict[int, list[dict[str, float]]] = {depth: [] for depth in engines}
+    for engine in engines.values():
+        ask(engine, batch, 8)
+    depths = list(engines)
     for number in range(rounds):
-        order = list(llms)[number % len(llms) :] + list(llms)[: number % len(llms)]
-        for depth in order:
-            runs[depth].append(run_once(llms[depth], batch, new_tokens))
+        turn = number % len(depths)
+        for depth in depths[turn:] + depths[:turn]:
+            runs[depth].append(ask(engines[depth], batch, new_tokens))
     return runs
 
 
@@ -80,26 +100,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "overlap.json")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"versions": versions(), "threads": arguments.threads, "batches": {}}
-    with ExitStack() as stack:
-        options = {
-            "dtype": arguments.dtype,
-            "num_threads": arguments.threads,
-            "max_model_len": 512,
-            "enable_prefix_caching": False,  # every round has the same prompts
-        }
-        llms = {depth: stack.enter_context(LLM(arguments.model, overlap_depth=depth, **options)) for depth in DEPTHS}
-        report["device"], report["dtype"] = describe_device("cpu"), llms[0].dtype
-        for batch in BATCHES:
-            runs = measure(llms, batch, arguments.rounds, arguments.new_tokens)
-            summary = summarise(runs)
-            report["batches"][str(batch)] = {"summary": summary, "runs": runs}
-            for depth, row in summary.items():
-                print(
-                    f"batch {batch}, depth {depth}: {row['tokens_per_s']:.1f} tokens/s, "
-                    f"{row['over_depth_0']:.3f} x depth 0, "
-                    f"bubble share {100 * row['bubble_share']:.2f} %",
-                    flush=True,
-                )
+    options = {
+        "dtype": arguments.dtype,
+        "num_threads": arguments.threads,
+        "max_model_len": 512,
+        "enable_prefix_caching": False,  # every round has the same prompts
+    }
+    context = multiprocessing.get_context("spawn")
+    engines: dict[int, Connection] = {}
+    for depth in DEPTHS:
+        engines[depth], theirs = context.Pipe()
+        given = {**options, "overlap_depth": depth}
+        context.Process(target=serve, args=(theirs, arguments.model, given), daemon=True).start()
+        report["dtype"] = engines[depth].recv()
+    report["device"] = describe_device("cpu")
+    for batch in BATCHES:
+        runs = measure(engines, batch, arguments.rounds, arguments.new_tokens)
+        summary = summarise(runs)
+        report["batches"][str(batch)] = {"summary": summary, "runs": runs}
+        for depth, row in summary.items():
+            print(
+                f"batch {batch}, depth {depth}: {row['tokens_per_s']:.1f} tokens/s, "
+                f"{row['over_depth_0']:.3f} x depth 0, "
+                f"bubble share {100 * row['bubble_share']:.2f} %",
+                flush=True,
+            )
+    for engine in engines.values():
+        engine.send(None)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"written to {arguments.out}")
