@@ -189,8 +189,8 @@ class Runtime:
     @property
     def guard(self) -> SyncGuard | None:
         """What watches the engine for hidden syncs; None: nothing does."""
-        watched = isinstance(self.engine, ObservedEngine) and self.engine.guard.mode != "off"
-        return self.engine.guard if watched and isinstance(self.engine, ObservedEngine) else None
+        guard = self.engine.guard if isinstance(self.engine, ObservedEngine) else None
+        return None if guard is None or guard.mode == "off" else guard
 
     @property
     def requests(self) -> Mapping[int, Request]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,6 @@ import pytest
 from stretto.observe.trace import analyze
 from stretto.observe.trace.report_html import as_html
 from tests.helpers.traces import SAMPLE, Host, overlap_loop, write
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 
 
 def wait_until(page: Any, condition: str) -> None:
@@ -49,17 +43,6 @@ def test_names_in_a_trace_cannot_break_out_of_the_page(tmp_path: Path) -> None:
         host.work(500, "</SCRIPT>.py(1): <img src=x>")
     text = page_of(tmp_path, host).read_text(encoding="utf-8")
     assert text.lower().count("</script>") == 3  # the page's own
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium here; on Debian and Ubuntu: apt-get install chromium")
-    playwright = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield running
-        running.close()
 
 
 class Page:
