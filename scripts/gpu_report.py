@@ -1,4 +1,4 @@
-"""Turns a JUnit file of the GPU tests into the small JSON that is kept: counts, date, GPU, driver, versions."""
+"""Turns JUnit files of the GPU tests into the small JSON that is kept: counts, date, GPU, driver, versions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import triton
 
 
 def main() -> None:
-    """gpu_report.py JUNIT REPORT"""
-    source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    """gpu_report.py REPORT JUNIT..."""
+    target, *sources = map(Path, sys.argv[1:])
     files: dict[str, Counter[str]] = {}
-    for case in ElementTree.parse(source).getroot().iter("testcase"):
+    cases = (case for source in sources for case in ElementTree.parse(source).getroot().iter("testcase"))
+    for case in cases:
         outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
         files.setdefault(case.get("classname", "?").split(".Test")[0], Counter())[outcome] += 1
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

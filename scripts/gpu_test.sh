@@ -7,11 +7,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 REPORT="${GPU_TEST_REPORT:-benchmarks/results/gpu_tests.json}"
 "$PYTHON" -c 'import torch, sys; sys.exit(0 if torch.cuda.is_available() else "no CUDA GPU: nothing to test here")'
-xml="$(mktemp)"
+# Tests that judge how busy a GPU is, or that need several, run one after the other on a machine that does nothing else.
+alone="$(find tests/gpu -name 'test_overlap_gates_gpu.py' -o -name 'test_tp_gpu.py' | sort)"
+together="$({ grep -rl --include='*.py' 'mark\.gpu' tests; ls tests/test_kernels*.py tests/test_fused_engine.py; } | sort -u | grep -vxF "$alone")"
+folder="$(mktemp -d)"
 status=0
-# shellcheck disable=SC2046
-PYTHONPATH=".:${PYTHONPATH:-}" "$PYTHON" -m pytest -q -n "${GPU_TEST_WORKERS:-4}" --junitxml "$xml" \
-  tests/test_kernels.py tests/test_kernels_sampling.py tests/test_fused_engine.py $(grep -rl --include='*.py' 'mark\.gpu' tests | sort) "$@" || status=$?
-PYTHONPATH=. "$PYTHON" scripts/gpu_report.py "$xml" "$REPORT"
-rm -f "$xml"
+export PYTHONPATH=".:${PYTHONPATH:-}"
+# shellcheck disable=SC2086
+"$PYTHON" -m pytest -q -n "${GPU_TEST_WORKERS:-4}" --junitxml "$folder/together.xml" $together "$@" || status=$?
+# shellcheck disable=SC2086
+"$PYTHON" -m pytest -q -n 0 --junitxml "$folder/alone.xml" $alone "$@" || status=$?
+"$PYTHON" scripts/gpu_report.py "$REPORT" "$folder"/*.xml
+rm -r "$folder"
 exit "$status"

@@ -131,7 +131,7 @@ def _llm(model: Path, **options: object) -> LLM:
         "skip_tokenizer_init": True,
         "max_model_len": 2048,
         "max_num_seqs": 16,
-        "gpu_memory_utilization": 0.15,
+        "kv_cache_memory_bytes": 2**30,
         "overlap_depth": 1,
     }
     return LLM(str(model), **{**defaults, **options})
