@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from stretto.kernels import decode_attention as decode
+from stretto.kernels import launch
 from stretto.kernels import prefill_attention as prefill
 from stretto.kernels import sampling
 from stretto.kernels.elementwise import (
@@ -253,3 +254,10 @@ def test_draws_follow_the_distribution() -> None:
     counts = torch.bincount(tokens, minlength=4).to(torch.float64)
     expected = probabilities.double() * rows
     assert float(((counts - expected) ** 2 / expected).sum()) < 16.3  # chi-square, 3 degrees of freedom, 1 in 1000
+
+
+def test_dependent_launch_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setenv("STRETTO_DISABLE_PDL", "1")
+    asked = launch.dependent_launch.__wrapped__  # past the cache
+    assert not asked(torch.device("cuda", 0))  # would fail without a driver if it looked at the device

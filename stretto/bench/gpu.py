@@ -39,6 +39,7 @@ class Setup:
     overlap_depth: int = 1
     graphs: bool = True
     max_num_seqs: int = 256
+    attention_backend: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ def start(setup: Setup, root: Path) -> tuple[Runtime, float]:
             max_num_seqs=setup.max_num_seqs,
             overlap_depth=setup.overlap_depth,
             enforce_eager=not setup.graphs,
+            deterministic=setup.deterministic,
+            attention_backend=setup.attention_backend,
             enable_prefix_caching=False,
         )
     )
@@ -158,12 +161,15 @@ def environment() -> dict[str, str]:
     """What the figures depend on."""
     import triton
 
+    from stretto.kernels.launch import dependent_launch
+
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": _driver(),
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "dependent_launch": str(dependent_launch(torch.device("cuda"))),
         "python": platform.python_version(),
         "stretto": __version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -185,6 +191,8 @@ def main() -> None:
     parser.add_argument("--workload", action="append", help="w1, w3, w2:BATCH or w2:BATCH:OUTPUT")
     parser.add_argument("--depth", action="append", type=int, help="overlap depths to compare (default 1)")
     parser.add_argument("--no-graphs", action="store_true", help="measure without CUDA graphs too")
+    parser.add_argument("--attention-backend", default="auto", help="as for the engine")
+    parser.add_argument("--deterministic", action="store_true", help="measure in batch-invariant mode")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
@@ -194,7 +202,7 @@ def main() -> None:
         for model in options.model or ["qwen3-0.6b"]:
             for graphs in (True, False) if options.no_graphs else (True,):
                 for depth in options.depth or [1]:
-                    setup = Setup(model, depth, graphs)
+                    setup = Setup(model, depth, graphs, attention_backend=options.attention_backend)
                     runtime, start_s = start(setup, Path(root))
                     print(f"{setup} started in {start_s:.1f} s", flush=True)
                     run(runtime, workloads.warm_up())

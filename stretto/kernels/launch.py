@@ -8,6 +8,7 @@ reads or writes what another kernel touches; loads of weights may come before.
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 import triton
@@ -18,8 +19,13 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @functools.cache
 def dependent_launch(device: torch.device) -> bool:
-    """Whether kernels on `device` may be launched before the one in front of them has ended (Hopper and newer)."""
-    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether kernels on `device` may be launched before the one in front of them has ended (Hopper and newer).
+
+    STRETTO_DISABLE_PDL=1, when the process starts, says no: to see what it is worth.
+    """
+    if device.type != "cuda" or INTERPRETED or os.environ.get("STRETTO_DISABLE_PDL", "0") not in ("", "0"):
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
