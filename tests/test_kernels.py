@@ -8,9 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from stretto.kernels import decode_attention as decode
-from stretto.kernels import launch
+from stretto.kernels import launch, sampling
 from stretto.kernels import prefill_attention as prefill
-from stretto.kernels import sampling
 from stretto.kernels.elementwise import (
     add_rms_norm,
     add_rms_norm_reference,
