@@ -262,6 +262,7 @@ class Runtime:
             raise
         finally:
             self._inside = False
+        self._member.check()  # once a rank is lost, what others were waiting for has come to an end as garbage
         for output in outputs:
             self._output_tokens += len(output.tokens)
             for request in output.finished:

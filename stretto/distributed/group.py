@@ -1,7 +1,7 @@
 """The tensor group: sums and gathers of tensors over the ranks of one model, as plain calls inside its forward.
 
-Owns the collective library and nothing else: who the ranks are, and how they find each other, is the caller's. Never
-used for control messages. Legend: X any leading dimensions, L the last dimension of one rank's part.
+Owns the interface and Gloo between CPUs; GPUs are nccl_group.py's. Who the ranks are, and how they find each other, is
+the caller's. Never used for control messages. Legend: X any leading dimensions, L the last one of a rank's part.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import ctypes
 import datetime
 import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # torch does not list the first
-    AllgatherOptions,
-    AllreduceOptions,
-    PrefixStore,
-    Store,
-)
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stretto.errors import EngineBroken, NotSupported
+from stretto.errors import EngineBroken
+
+if TYPE_CHECKING:
+    from stretto.kernels.exchange import PeerBuffers
 
 DEFAULT_TIMEOUT_S = 60.0
 _TICK = datetime.timedelta(milliseconds=50)
@@ -39,6 +38,12 @@ class TensorGroup(Protocol):
     rank: int
     """From 0."""
     size: int
+
+    def peers_for(self, x: Tensor) -> PeerBuffers | None:
+        """What a kernel needs that sums or exchanges `x` itself; None where `all_reduce` is the way, or the faster one.
+
+        Depends on nothing but shape and dtype, and is the same on every rank. hot path
+        """
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over the ranks, in place; returns `x`. Contiguous, of the same shape and float dtype everywhere.
@@ -65,6 +70,10 @@ class SoloGroup:
 
     rank = 0
     size = 1
+
+    def peers_for(self, x: Tensor) -> PeerBuffers | None:
+        """There are none. hot path"""
+        return None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """`x`. hot path"""
@@ -93,13 +102,15 @@ def connect_group(
     *,
     host: str = "127.0.0.1",
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    look: Callable[[], None] = lambda: None,
 ) -> TensorGroup:
     """Join the tensor group of `size` ranks that meet in `store`; `SOLO` for one rank. Blocks until all have come.
 
     `store`: shared by the ranks, e.g. a `TCPStore`; used under the prefix "stretto/tensors" while connecting, and on a
     GPU as long as the group lives, so another thread's use of the same client may wait for it: give it a client of its
     own. `host`: the name or address of this machine at which the other ranks reach it (Gloo). `timeout_s`: how long
-    connecting, and then each collective, waits for the other ranks.
+    connecting, and then each collective, waits for the other ranks. `look` is called now and then while NCCL connects;
+    what it raises ends the wait.
 
     Gloo on a CPU, NCCL on a GPU (`device` with its index). Raises EngineBroken if the ranks do not come together,
     NotSupported where torch was built without the library.
@@ -112,7 +123,9 @@ def connect_group(
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         if device.type == "cuda":
-            return NcclGroup(own, rank, size, device, timeout)
+            from stretto.distributed.nccl_group import NcclGroup
+
+            return NcclGroup(own, rank, size, device, timeout, look)
         return GlooGroup(own, rank, size, host, timeout)
     except RuntimeError as error:  # torch's DistError is one
         raise EngineBroken(
@@ -137,6 +150,10 @@ class GlooGroup:
         self._left: list[Any] = []
         """Calls that were broken off and may still wait inside the library."""
         self._group: Any = gloo(store, rank, size, options)
+
+    def peers_for(self, x: Tensor) -> PeerBuffers | None:
+        """There is no such way. hot path"""
+        return None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TensorGroup`. The sum of each element is made by one rank and handed to the others. hot path"""
@@ -194,64 +211,6 @@ class GlooGroup:
             raise EngineBroken(
                 f"rank {self.rank} of {self.size}: an {what} failed, another rank is lost or hangs: {error}"
             ) from error
-
-
-class NcclGroup:
-    """`TensorGroup` between GPUs: calls are work on the current stream, and can be captured in CUDA graphs."""
-
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:
-        """Blocks; see `connect_group`. Raises RuntimeError, or NotSupported."""
-        try:
-            from torch.distributed.distributed_c10d import ProcessGroupNCCL
-        except ImportError as error:
-            raise NotSupported("tensor parallelism on GPUs needs a torch with NCCL") from error
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        self.rank = rank
-        self.size = size
-        self._aborted = threading.Event()
-        group: Any = ProcessGroupNCCL(store, rank, size, options)
-        group.eager_connect_single_device(device)  # here, not in the first step or in the middle of a capture
-        self._group: Any = group
-        # Not asynchronous: on the current stream itself, so that no events and no second stream come between kernels.
-        self._reduce = AllreduceOptions()
-        self._gather = AllgatherOptions()
-        self._reduce.asyncOp = self._gather.asyncOp = False
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See `TensorGroup`. hot path"""
-        self._enqueued(self._open().allreduce([x], self._reduce))
-        return x
-
-    def all_gather(self, x_XL: Tensor, total: int) -> Tensor:
-        """See `TensorGroup`. hot path"""
-        part_XL = x_XL.contiguous()
-        parts_RXL = part_XL.new_empty((self.size, *part_XL.shape))
-        self._enqueued(self._open()._allgather_base(parts_RXL, part_XL, self._gather))
-        return _side_by_side(list(parts_RXL), total)
-
-    def abort(self) -> None:
-        """See `TensorGroup`. Kernels that wait for another rank end."""
-        if not self._aborted.is_set():
-            self._aborted.set()
-            threading.Thread(target=self._group.abort, name="stretto-nccl-abort", daemon=True).start()
-
-    def close(self) -> None:
-        """See `TensorGroup`. Waits for work that was enqueued."""
-        group, self._group = self._group, None
-        if group is not None and not self._aborted.is_set():
-            group.shutdown()
-
-    def _open(self) -> Any:
-        if self._group is None or self._aborted.is_set():
-            raise EngineBroken(f"rank {self.rank} of {self.size}: the tensor group is closed")
-        return self._group
-
-    @staticmethod
-    def _enqueued(work: Any) -> None:
-        """Let the current stream wait for a call that was put on another one; NCCL gives nothing where it was not."""
-        if work is not None:
-            work.wait()
 
 
 def _side_by_side(parts: list[Tensor], total: int) -> Tensor:

@@ -106,7 +106,7 @@ class Leader:
         watch.agree("model", {})
         self._wait_for_followers(self._transport)
         host, kind = self._host, device.torch_device
-        self._group = device.call(lambda: connect_group(join_store(store), 0, size, kind, host=host))
+        self._group = device.call(lambda: connect_group(join_store(store), 0, size, kind, host=host, look=watch.check))
         watch.on_failure(self._group.abort)
         return self._group
 

@@ -66,7 +66,8 @@ class DecodeGraphs(Generic[Result]):
         for size in reversed(self.sizes):
             for kind in range(self._num_kinds):
                 graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool)
+                # Other threads (NCCL's, those that watch other ranks) may call CUDA meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     result = self._work(size, kind)
                 finally:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stretto.errors import NotSupported
 from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
+from stretto.kernels.exchange import add_sum, add_sum_rms_norm
 from stretto.kernels.rope_write import HeadTransform
 from stretto.kernels.small_matmul import Norm, small_matmul
 from stretto.layers.linear import Linear, PlainLinear
@@ -27,6 +28,9 @@ from stretto.models.decoder import Decoder
 
 AttendProjected = Callable[[int, Tensor, HeadTransform], Tensor]
 """(layer, qkv_TXH, transform) -> o_TNH."""
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x_TI, weight_OI, bias_O) -> y_TO."""
 
 SMALL_ROWS = 1
 """Up to this many rows, products run in `small_matmul`, fused with norms, gates and additions; beyond it in cuBLAS."""
@@ -41,19 +45,20 @@ class Matrix:
 
     weight_OI: Tensor
     bias_O: Tensor | None
+    product: Product = F.linear
 
     @classmethod
-    def of(cls, linear: Linear) -> Matrix:
+    def of(cls, linear: Linear, product: Product = F.linear) -> Matrix:
         """Of a split layer: the rank's part. Raises NotSupported for a packed format."""
         if isinstance(linear, RowParallelLinear | VocabularyParallelHead):
             linear = linear.local
         if not isinstance(linear, PlainLinear):
             raise NotSupported(f"fused layers need plain weights, not {type(linear).__name__}")
-        return cls(linear.weight_OI, linear.bias_O)
+        return cls(linear.weight_OI, linear.bias_O, product)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """hot path"""
-        return F.linear(x_TI, self.weight_OI, self.bias_O)
+        return self.product(x_TI, self.weight_OI, self.bias_O)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +77,11 @@ class FusedLayer:
 class FusedDecoder:
     """Runs a `Decoder`. All calls are work on a stream; none blocks the host or looks at a value."""
 
-    def __init__(self, decoder: Decoder, *, small_rows: int = SMALL_ROWS) -> None:
-        """Raises NotSupported for weights in a packed format (a CPU's)."""
+    def __init__(self, decoder: Decoder, *, small_rows: int = SMALL_ROWS, product: Product = F.linear) -> None:
+        """Raises NotSupported for weights in a packed format (a CPU's).
+
+        `product`: for more than `small_rows` rows.
+        """
         config = decoder.config
         turns_LH = decoder.rope.turns_LH
         layers = []
@@ -89,12 +97,12 @@ class FusedDecoder:
             layers.append(
                 FusedLayer(
                     attention_norm=_norm(layer.attention_norm),
-                    qkv=Matrix.of(attention.qkv),
+                    qkv=Matrix.of(attention.qkv, product),
                     transform=transform,
-                    o=Matrix.of(attention.o),
+                    o=Matrix.of(attention.o, product),
                     mlp_norm=_norm(layer.mlp_norm),
-                    gate_up=Matrix.of(layer.mlp.gate_up),
-                    down=Matrix.of(layer.mlp.down),
+                    gate_up=Matrix.of(layer.mlp.gate_up, product),
+                    down=Matrix.of(layer.mlp.down, product),
                 )
             )
         self.config: ModelConfig = config
@@ -108,7 +116,7 @@ class FusedDecoder:
         self._group = decoder.group
         self._layers = tuple(layers)
         self._final_norm = _norm(decoder.norm)
-        self._head = Matrix.of(decoder.head)
+        self._head = Matrix.of(decoder.head, product)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,7 +132,10 @@ class FusedDecoder:
         self._group.all_reduce(residual_TD)
 
     def forward(self, residual_TD: Tensor, attend: AttendProjected) -> tuple[Tensor, Tensor | None]:
-        """(residual, update): their sum is what the last norm reads. Changes `residual_TD` in place. hot path"""
+        """(residual, update): what the last norm reads is residual + the sum of all ranks' updates.
+
+        Changes `residual_TD` in place. hot path
+        """
         if residual_TD.shape[0] <= self.small_rows:
             for index, layer in enumerate(self._layers):
                 self._small_layer(index, layer, residual_TD, attend)
@@ -132,11 +143,10 @@ class FusedDecoder:
         update_TD: Tensor | None = None
         for index, layer in enumerate(self._layers):
             norm = layer.attention_norm
-            x_TD = add_rms_norm(residual_TD, update_TD, norm.weight, norm.eps)
+            x_TD = self._add_norm(residual_TD, update_TD, norm)
             o_TNH = attend(index, self._heads(layer.qkv(x_TD)), layer.transform)
-            update_TD = self._group.all_reduce(layer.o(o_TNH.flatten(1)))
-            x_TD = add_rms_norm(residual_TD, update_TD, layer.mlp_norm.weight, layer.mlp_norm.eps)
-            update_TD = self._group.all_reduce(layer.down(silu_and_mul(layer.gate_up(x_TD))))
+            x_TD = self._add_norm(residual_TD, layer.o(o_TNH.flatten(1)), layer.mlp_norm)
+            update_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
         return residual_TD, update_TD
 
     def logits(self, residual_SD: Tensor, update_SD: Tensor | None) -> Tensor:
@@ -145,7 +155,7 @@ class FusedDecoder:
         if residual_SD.shape[0] <= self.small_rows and update_SD is None:
             logits_Sv = small_matmul(residual_SD, head.weight_OI, head.bias_O, norm=norm)
         else:
-            logits_Sv = head(add_rms_norm(residual_SD, update_SD, norm.weight, norm.eps))
+            logits_Sv = head(self._add_norm(residual_SD, update_SD, norm))
         return self._group.all_gather(logits_Sv, self.config.vocab_size)
 
     def _small_layer(self, index: int, layer: FusedLayer, residual_TD: Tensor, attend: AttendProjected) -> None:
@@ -166,7 +176,20 @@ class FusedDecoder:
             small_matmul(x_TI, matrix.weight_OI, matrix.bias_O, add_to=residual_TD)
         else:
             product_TD = small_matmul(x_TI, matrix.weight_OI, matrix.bias_O)
-            residual_TD.add_(self._group.all_reduce(product_TD))
+            peers = self._group.peers_for(product_TD)
+            if peers is None:
+                residual_TD.add_(self._group.all_reduce(product_TD))
+            else:
+                add_sum(residual_TD, product_TD, peers)
+
+    def _add_norm(self, residual_TD: Tensor, update_TD: Tensor | None, norm: Norm) -> Tensor:
+        """residual += the sum of all ranks' updates, where given; returns its norm."""
+        if update_TD is not None and self._group.size > 1:
+            peers = self._group.peers_for(update_TD)
+            if peers is not None:
+                return add_sum_rms_norm(residual_TD, update_TD, norm.weight, norm.eps, peers)
+            self._group.all_reduce(update_TD)
+        return add_rms_norm(residual_TD, update_TD, norm.weight, norm.eps)
 
     def _heads(self, qkv_TX: Tensor) -> Tensor:
         return qkv_TX.view(qkv_TX.shape[0], -1, self.config.head_dim)

@@ -55,6 +55,7 @@ def compile_all() -> None:
     from stretto.kernels import (
         decode_attention,
         elementwise,
+        exchange,
         launch,
         plan,
         prefill_attention,
@@ -75,6 +76,10 @@ def compile_all() -> None:
 
     elementwise.add_rms_norm(bf16(2, 1024), bf16(2, 1024), bf16(1024), 1e-6)
     elementwise.silu_and_mul(bf16(2, 2048))
+    peers = exchange.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**19)
+    exchange.sum_ranks(bf16(3, 1024), peers)
+    exchange.add_sum(torch.zeros(3, 1024), torch.zeros(3, 1024), peers)
+    exchange.add_sum_rms_norm(bf16(2, 1024), bf16(2, 1024), bf16(1024), 1e-6, peers)
     transform = rope_write.HeadTransform(16, 8, bf16(24, 128), 1e-6, torch.zeros(64, 128))
     cache = bf16(2, 8, 8, 16, 128)
     rope_write.rope_write(bf16(2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])

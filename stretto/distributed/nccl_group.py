@@ -1,0 +1,178 @@
+"""The tensor group of GPUs: NCCL for large tensors, and memory that all ranks write for small ones.
+
+Owns the communicator and that memory. Everything here can be captured in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # torch does not list the first
+    AllgatherOptions,
+    AllreduceOptions,
+    Store,
+)
+
+from stretto.distributed.peer_memory import PeerMemory, Unshareable
+from stretto.errors import EngineBroken, NotSupported
+
+if TYPE_CHECKING:
+    from stretto.kernels.exchange import PeerBuffers
+
+logger = logging.getLogger("stretto.ranks")
+
+Made = TypeVar("Made")
+
+LARGEST_DIRECT = 2**20
+"""Bytes of a sum up to which the ranks write each other's memory; beyond it NCCL is faster (measured on two H200)."""
+_LOOK_SECONDS = 0.05
+_CLOSE_SECONDS = 2.0
+
+
+class NcclGroup:
+    """`TensorGroup` between GPUs: calls are work on the current stream, and can be captured in CUDA graphs."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: datetime.timedelta,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Blocks; see `connect_group`. Raises RuntimeError, NotSupported, or what `look` raises."""
+        try:
+            from torch.distributed.distributed_c10d import ProcessGroupNCCL
+        except ImportError as error:
+            raise NotSupported("tensor parallelism on GPUs needs a torch with NCCL") from error
+        from stretto.kernels.exchange import sum_ranks
+
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._aborted = threading.Event()
+        self._ending: threading.Thread | None = None
+        self._sum_ranks = sum_ranks
+
+        def connect() -> tuple[Any, PeerMemory | None]:
+            torch.cuda.set_device(device)  # a thread has its own current device
+            options = ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            group: Any = ProcessGroupNCCL(store, rank, size, options)
+            # Here, not in the first step or in the middle of a capture. (Torch's call for this may hold the GIL.)
+            group.allreduce([torch.zeros(1, device=device)]).wait()
+            torch.cuda.synchronize(device)
+            return group, self._share_memory(store)
+
+        self._group, self._memory = _in_thread(connect, look)
+        # Not asynchronous: on the current stream itself, so that no events and no second stream come between kernels.
+        self._reduce = AllreduceOptions()
+        self._gather = AllgatherOptions()
+        self._reduce.asyncOp = self._gather.asyncOp = False
+
+    def _share_memory(self, store: Store) -> PeerMemory | None:
+        if os.environ.get("STRETTO_DISABLE_PEER_MEMORY", "0") not in ("", "0"):
+            return None
+        try:
+            return PeerMemory(store, self.rank, self.size, self._device)
+        except Unshareable as error:
+            logger.warning("rank %d: small sums go through NCCL, which is slower: %s", self.rank, error)
+            return None
+
+    def peers_for(self, x: Tensor) -> PeerBuffers | None:
+        """See `TensorGroup`. hot path"""
+        if self._memory is None or x.nbytes > LARGEST_DIRECT or not self._memory.buffers.holds(x):
+            return None
+        return self._memory.buffers
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `TensorGroup`. hot path"""
+        group, peers = self._open(), self.peers_for(x)
+        if peers is not None:
+            return self._sum_ranks(x, peers)
+        self._enqueued(group.allreduce([x], self._reduce))
+        return x
+
+    def all_gather(self, x_XL: Tensor, total: int) -> Tensor:
+        """See `TensorGroup`. hot path"""
+        part_XL = x_XL.contiguous()
+        parts_RXL = part_XL.new_empty((self.size, *part_XL.shape))
+        self._enqueued(self._open()._allgather_base(parts_RXL, part_XL, self._gather))
+        width = part_XL.shape[-1]
+        kept = [part[..., : max(0, total - rank * width)] for rank, part in enumerate(parts_RXL)]
+        return torch.cat(kept, dim=-1)
+
+    def abort(self) -> None:
+        """See `TensorGroup`. Kernels that wait for another rank end."""
+        if not self._aborted.is_set():
+            self._aborted.set()
+            self._end()
+
+    def close(self) -> None:
+        """See `TensorGroup`. The device must have no work of the group any more."""
+        if self._group is None:
+            return
+        if not self._aborted.is_set():
+            self._aborted.set()
+            self._end()  # NCCL's own orderly end waits for the other ranks, which may be gone
+        if self._ending is not None:
+            self._ending.join(_CLOSE_SECONDS)
+            if self._ending.is_alive():
+                return  # it is left to the end of the process
+        self._group = None
+        if self._memory is not None:
+            self._memory.close()
+
+    def _end(self) -> None:
+        group, memory = self._group, self._memory
+
+        def end() -> None:
+            torch.cuda.set_device(self._device)
+            if memory is not None:
+                memory.abort()
+            group.abort()
+
+        self._ending = threading.Thread(target=end, name="stretto-nccl-abort", daemon=True)
+        self._ending.start()
+
+    def _open(self) -> Any:
+        if self._group is None or self._aborted.is_set():
+            raise EngineBroken(f"rank {self.rank} of {self.size}: the tensor group is closed")
+        return self._group
+
+    @staticmethod
+    def _enqueued(work: Any) -> None:
+        """Let the current stream wait for a call that was put on another one; NCCL gives nothing where it was not."""
+        if work is not None:
+            work.wait()
+
+
+def _in_thread(make: Callable[[], Made], look: Callable[[], None]) -> Made:
+    """What `make` returns or raises, from a thread of its own; `look` is called meanwhile, and what it raises ends the
+    wait: NCCL waits forever for a rank that died before it came, and cannot be called off.
+    """
+    made: list[Made] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="stretto-nccl-connect", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        look()
+    if errors:
+        raise errors[0]
+    return made[0]
