@@ -19,7 +19,7 @@ from stretto.distributed.member import ALONE, Member
 from stretto.distributed.place import Place
 from stretto.engine.memory import MemoryPlan, plan_memory
 from stretto.engine.runner import EagerRunner, MakeRunner
-from stretto.errors import InvalidRequest, ModelLoadError
+from stretto.errors import InvalidRequest, ModelLoadError, NotSupported
 from stretto.models.config import ModelConfig
 from stretto.models.decoder import Decoder
 from stretto.models.gguf import GGUFFile
@@ -36,6 +36,8 @@ DEFAULT_CONTEXT = 8192
 """`max_model_len` unless given: the model's context length, but at most this."""
 CPU_BATCHED_TOKENS = 512
 CUDA_BATCHED_TOKENS = 8192
+MOST_DETERMINISTIC_RANKS = 2
+"""Two numbers have one sum; of more, the order of additions matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None, member: Mem
 
     device = _device(config, member.place)
     try:
+        _check_deterministic(config, device)
         resolved = resolve_model(
             config.model, revision=config.revision, token=config.hf_token, progress=lambda text: say(text, 0.0)
         )
@@ -112,6 +115,27 @@ def _device(config: EngineConfig, place: Place) -> Device:
     if kind != "cuda" or (index and not index.isdigit()):
         raise InvalidRequest(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
     return CudaDevice(int(index) if index else place.local_rank if place.size > 1 else 0)
+
+
+def _check_deterministic(config: EngineConfig, device: Device) -> None:
+    """Raise NotSupported where `deterministic` is asked for and could not be kept."""
+    if not config.deterministic:
+        return
+    if config.attention_backend == "torch" or (config.attention_backend == "auto" and not _on_gpu(device)):
+        raise NotSupported(
+            "deterministic is built for a GPU with attention_backend 'triton': what else there is (a CPU's kernels, "
+            "attention_backend 'torch') rounds by the shape of the step; leave it off, or run on a GPU"
+        )
+    if config.tensor_parallel_size > MOST_DETERMINISTIC_RANKS:
+        raise NotSupported(
+            f"deterministic with tensor_parallel_size {config.tensor_parallel_size}: with more than "
+            f"{MOST_DETERMINISTIC_RANKS} ranks the collective library adds in an order that depends on the step's "
+            f"size; use up to {MOST_DETERMINISTIC_RANKS} ranks"
+        )
+
+
+def _on_gpu(device: Device) -> bool:
+    return device.torch_device.type == "cuda"
 
 
 def _tokenizer(config: EngineConfig, resolved: ResolvedModel) -> Tokenizer | None:
@@ -247,5 +271,10 @@ def _attention(
 
     if not on_gpu and not INTERPRETED:
         raise InvalidRequest("attention_backend is 'triton', which needs a GPU; use 'torch' on a CPU")
-    attention = TritonPagedAttention(shape, config.max_rows)
-    return attention, fused_runner(FusedDecoder(model), graphs=on_gpu and not options.enforce_eager)
+    graphs = on_gpu and not options.enforce_eager
+    attention = TritonPagedAttention(shape, config.max_rows, invariant=options.deterministic)
+    if not options.deterministic:
+        return attention, fused_runner(FusedDecoder(model), graphs=graphs)
+    from stretto.kernels.invariant_matmul import invariant_matmul
+
+    return attention, fused_runner(FusedDecoder(model, small_rows=0, product=invariant_matmul), graphs=graphs)

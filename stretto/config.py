@@ -147,6 +147,8 @@ class EngineConfig:
     """Share of the GPU's memory that weights, workspace, graphs and KV cache may take together."""
     enforce_eager: bool = False
     """On a GPU: no CUDA graphs."""
+    deterministic: bool = False
+    """On a GPU: logits of a request are equal to the bit whatever runs beside it and however its prompt is cut."""
     sync_guard: SyncGuardMode = field(default_factory=_sync_guard_of_environment)
     """Watch for hidden syncs: `count` keeps findings, `raise` ends the run. Default: STRETTO_SYNC_GUARD, or off."""
     inject: str | Sequence[str] = ()

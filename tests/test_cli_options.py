@@ -110,6 +110,7 @@ GIVEN: list[tuple[str, dict[str, object]]] = [
     ("--max-num-batched-tokens 77 --max-logprobs 5", {"max_num_batched_tokens": 77, "max_logprobs": 5}),
     ("--batch-policy prefill-first --attention-backend torch", {"batch_policy": "prefill-first"}),
     ("--attention-backend torch --enforce-eager", {"attention_backend": "torch", "enforce_eager": True}),
+    ("--deterministic", {"deterministic": True}),
     ("--gpu-memory-utilization 0.5 --seed 3", {"gpu_memory_utilization": 0.5, "seed": 3}),
     ("--page-size 32 --num-pages 9", {"page_size": 32, "num_pages": 9}),
     ("--block-size 32 --num-gpu-blocks-override 9", {"page_size": 32, "num_pages": 9}),

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from stretto.attention.base import AttentionInputs, AttentionShape
 from stretto.errors import NotSupported
 from stretto.kernels.decode_attention import FEW_PAIRS, DecodeWork, decode_attention, plan_decode
+from stretto.kernels.invariant_attention import invariant_attention
 from stretto.kernels.prefill_attention import prefill_attention
 from stretto.kernels.rope_write import HeadTransform, rope_write
 
@@ -64,11 +65,14 @@ class TritonPagedAttention:
 
     wants_host_pages = False
 
-    def __init__(self, shape: AttentionShape, max_rows: int, *, prefill: PrefillKernel = "flash") -> None:
+    def __init__(
+        self, shape: AttentionShape, max_rows: int, *, prefill: PrefillKernel = "flash", invariant: bool = False
+    ) -> None:
         """Allocates the cache, zeroed, and room for steps of `max_rows` rows.
 
         `prefill`: what computes prompts without a cached prefix: torch's flash attention or the paged kernel, which
-        all others take. Raises NotSupported if the heads cannot be grouped or the head dim is odd.
+        all others take. `invariant`: prompts and decode rows take one kernel, whose results depend on nothing but a
+        token's own row. Raises NotSupported if the heads cannot be grouped or the head dim is odd.
         """
         if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
             raise NotSupported(
@@ -85,7 +89,9 @@ class TritonPagedAttention:
         self._work_for_few = DecodeWork.allocate(self._few_rows, *heads)
         self._work_for_many = DecodeWork.allocate(max_rows, *heads)
         self._rows = torch.arange(max_rows, device=shape.device)
-        self._flash = prefill == "flash" and shape.device.type == "cuda" and shape.dtype.itemsize == 2
+        self._decode_end_B = torch.arange(1, max_rows + 1, device=shape.device) if invariant else None
+        """Where rows with one token each end; None: not `invariant`."""
+        self._flash = not invariant and prefill == "flash" and shape.device.type == "cuda" and shape.dtype.itemsize == 2
         self._step: PagedStep | None = None
         self._flash_ends: Tensor | None = None
 
@@ -156,6 +162,8 @@ class TritonPagedAttention:
         step, shape = self._current(), self.shape
         decodes, tokens = step.num_decode, q_TNH.shape[0]
         keys, values = self._keys[layer], self._values[layer]
+        if self._decode_end_B is not None:
+            return self._attend_invariantly(q_TNH, keys, values, self._decode_end_B)
         use_flash = step.fresh and self._flash
         if decodes == 0 and use_flash:
             return self._flash_prefill(q_TNH, k_TKH, v_TKH)
@@ -189,6 +197,24 @@ class TritonPagedAttention:
                     shape.scale,
                     out_TNH,
                 )
+        return out_TNH
+
+    def _attend_invariantly(self, q_TNH: Tensor, keys: Tensor, values: Tensor, decode_end_B: Tensor) -> Tensor:
+        step = self._current()
+        only_decodes = step.num_decode == step.num_rows
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        invariant_attention(
+            q_TNH,
+            keys,
+            values,
+            step.page_table_RM,
+            step.slot_B,
+            step.context_B,
+            decode_end_B if only_decodes else step.query_end_B,
+            step.num_rows,
+            self.shape.scale,
+            out_TNH,
+        )
         return out_TNH
 
     def _flash_prefill(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:

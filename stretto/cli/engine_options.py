@@ -58,6 +58,11 @@ OPTIONS: dict[str, Any] = {
     "seed": _option(_ENGINE, "Of dummy weights and of what the command draws: samples, a benchmark's prompts."),
     "attention_backend": _option(_ENGINE, f"{_one_of(*get_args(AttentionBackendName))}."),
     "enforce_eager": _option(_ENGINE, "On a GPU: no CUDA graphs.", "--enforce-eager/--no-enforce-eager"),
+    "deterministic": _option(
+        _ENGINE,
+        "On a GPU: a request gets the same logits to the bit in any batch, chunking or cache state; slower.",
+        "--deterministic/--no-deterministic",
+    ),
     "gpu_memory_utilization": _option(_CACHE, "Share of the GPU's memory that weights, graphs and cache may take."),
     "kv_cache_memory_bytes": _option(_CACHE, "Memory of the KV cache; what is left by default."),
     "num_pages": _option(_CACHE, "KV pages, instead of a size in bytes; also --num-gpu-blocks-override."),

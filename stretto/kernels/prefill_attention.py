@@ -98,7 +98,7 @@ def prefill_attention(
 
 
 @triton.jit
-def _attend_block(
+def attend_block(
     q,
     acc,
     top,
@@ -200,7 +200,7 @@ def _prefill_attention(
         seen = tl.minimum(context, past + first_query + BLOCK_Q)
         last = ((seen + BLOCK_K - 1) // BLOCK_K).to(tl.int32)
         for block in range(whole):
-            acc, top, total = _attend_block(
+            acc, top, total = attend_block(
                 q,
                 acc,
                 top,
@@ -221,7 +221,7 @@ def _prefill_attention(
                 PRECISION=PRECISION,
             )
         for block in range(whole, last):
-            acc, top, total = _attend_block(
+            acc, top, total = attend_block(
                 q,
                 acc,
                 top,

@@ -90,6 +90,11 @@ def compile_all() -> None:
     prefill_attention.prefill_attention(
         bf16(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 1, 0.1, bf16(99, 16, 128)
     )
+    invariant_attention.invariant_attention(
+        bf16(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, bf16(99, 16, 128)
+    )
+    for outputs in (4096, 9000):
+        invariant_matmul.invariant_matmul(bf16(99, 1024), bf16(outputs, 1024), bf16(outputs))
     for count in (1, 20):
         for norm, gate in ((products.Norm(bf16(1024), 1e-6), True), (None, False)):
             products.small_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512), norm=norm, gate=gate)

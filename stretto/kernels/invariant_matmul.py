@@ -1,0 +1,115 @@
+"""`x @ w.T + bias` whose every row is, to the bit, the same whatever other rows there are: for `deterministic`.
+
+Each element is one running sum over k from 0, in float32, in steps of a fixed number of elements: no split of k, no
+other kernel for few rows, nothing that depends on the number of rows but how many tiles there are. The shape of a tile
+depends on the weight's shape and dtype alone. Legend: M rows of x, I in-features, O out-features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stretto.kernels.launch import dot_precision, options
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the kernel is shaped. `rows` and `outputs` of one program, `depth` elements of k a turn."""
+
+    rows: int
+    outputs: int
+    depth: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, outputs: int, dtype: torch.dtype) -> Tile:
+        """For a weight of `outputs` rows. 64 rows of x are one instruction of Hopper's matrix units, at any number."""
+        if dtype == torch.float32:
+            return cls(32, 32, 32, warps=4, stages=3)
+        if outputs <= 8192:
+            return cls(64, 64, 64, warps=4, stages=5)
+        return cls(64, 128, 64, warps=4, stages=4)
+
+
+def invariant_matmul_reference(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """In float32, rounded once."""
+    y_MO = x_MI.float() @ weight_OI.float().T
+    return (y_MO if bias_O is None else y_MO + bias_O.float()).to(x_MI.dtype)
+
+
+# hot path
+def invariant_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+    """`invariant_matmul_reference` for any number of contiguous rows, in one kernel. Never blocks.
+
+    `tile` (for measurements): another shape than the weight's own.
+    """
+    rows, width = x_MI.shape
+    outputs = weight_OI.shape[0]
+    out_MO = torch.empty(rows, outputs, dtype=x_MI.dtype, device=x_MI.device)
+    tile = tile or Tile.of(outputs, x_MI.dtype)
+    if rows:
+        _invariant_matmul[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
+            x_MI,
+            weight_OI,
+            weight_OI if bias_O is None else bias_O,
+            out_MO,
+            rows,
+            OUTPUTS=outputs,
+            WIDTH=width,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.outputs,
+            BLOCK_K=tile.depth,
+            BIAS=bias_O is not None,
+            PRECISION=dot_precision(x_MI.dtype),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **options(x_MI.device),
+        )
+    return out_MO
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _invariant_matmul(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Programs that share rows of the weight follow each other: it is read from memory once.
+    tiles_m = (num_rows + BLOCK_M - 1) // BLOCK_M
+    program = tl.program_id(0)
+    m = (program % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (program // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x_rows = x_ptr + m.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    w_rows = weight_ptr + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    m_inside = (m < num_rows)[:, None]
+    n_inside = (n < OUTPUTS)[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        k_inside = (start + k < WIDTH)[None, :]
+        x = tl.load(x_rows + start, mask=m_inside & k_inside, other=0.0)
+        w = tl.load(w_rows + start, mask=n_inside & k_inside, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+    place = out_ptr + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
+    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=m_inside & (n < OUTPUTS)[None, :])
