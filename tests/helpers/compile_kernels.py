@@ -56,6 +56,8 @@ def compile_all() -> None:
         decode_attention,
         elementwise,
         exchange,
+        invariant_attention,
+        invariant_matmul,
         launch,
         plan,
         prefill_attention,
