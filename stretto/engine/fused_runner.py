@@ -27,6 +27,7 @@ from stretto.engine.staging import PlanLayout, pack
 from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_mixed
 from stretto.kernels.sampling import SampleScratch, mask_stop_ids, sample_rows
 from stretto.kernels.sampling_filters import FilterScratch, RowFilters
+from stretto.kernels.split_sampling import AgreedMaxima, sample_split_rows
 from stretto.models.fused import FusedDecoder
 from stretto.scheduler.batch import IntArray, StepPlan
 
@@ -50,6 +51,9 @@ class FusedRunner:
         tables = parts.tables
         found = FilterScratch.allocate(config.max_rows, device)
         self._filters = RowFilters(tables.top_k_R, tables.top_p_R, tables.min_p_R, found)
+        self._agreed = AgreedMaxima.allocate(config.max_rows, device)
+        self._peers = model.group.peers_for(torch.empty(config.max_rows, 2, device=device))
+        """Through which ranks exchange candidates; None: this is the only one, or logits have to be gathered."""
         sizes = ladder(config.max_rows)
         self.graphs = DecodeGraphs(sizes, NUM_KINDS, self._decode) if graphs else None
         self._rows_known: IntArray | None = None
@@ -121,7 +125,10 @@ class FusedRunner:
         )
         model.embed_split(residual_BD)
         attention.begin(self._paged_step(rows, rows, fresh=True, longest=1))
-        logits_SV = model.logits(*model.forward(residual_BD, attention.attend_projected))
+        hidden = model.forward(residual_BD, attention.attend_projected)
+        if kind == WHOLE and self._peers is not None:
+            return self._sample_split(*hidden, inputs.slot_B, inputs.context_B)
+        logits_SV = model.logits(*hidden)
         if kind != FORWARD:
             self._sample(logits_SV, inputs.slot_B, inputs.context_B, filters=kind == FILTERED)
         return logits_SV
@@ -148,10 +155,12 @@ class FusedRunner:
         residual_TD, update_TD = model.forward(residual_TD, attention.attend_projected)
         if layout.num_sampled:
             last_S = inputs.last_token_S[: layout.num_sampled]
-            update_SD = None if update_TD is None else update_TD[last_S]
-            logits_SV = model.logits(residual_TD[last_S], update_SD)
+            residual_SD, update_SD = residual_TD[last_S], None if update_TD is None else update_TD[last_S]
             slot_S, position_S = inputs.slot_S[: layout.num_sampled], inputs.position_S[: layout.num_sampled]
-            self._choose(plan.mix, logits_SV, slot_S, position_S)
+            if self._peers is not None and plan.mix.only_chooses and not plan.mix.filters:
+                self._sample_split(residual_SD, update_SD, slot_S, position_S)
+            else:
+                self._choose(plan.mix, model.logits(residual_SD, update_SD), slot_S, position_S)
         if layout.num_scored:
 
             def logits_of(index_S: Tensor) -> Tensor:
@@ -201,6 +210,29 @@ class FusedRunner:
             self._scratch,
             filters=self._filters if filters else None,
         )
+
+    def _sample_split(
+        self, residual_SD: Tensor, update_SD: Tensor | None, slot_S: Tensor, position_S: Tensor
+    ) -> Tensor:
+        """Sample rows without filters from this rank's part of their logits, which it returns, and the others'."""
+        assert self._peers is not None
+        model, tables = self._model, self._parts.tables
+        logits_Sv = model.own_logits(residual_SD, update_SD)
+        sample_split_rows(
+            logits_Sv,
+            model.token_ids,
+            slot_S,
+            position_S,
+            tables.temperature_R,
+            tables.seed_R,
+            tables.token_ids_RL,
+            tables.length_R,
+            self._parts.sampled.tokens_S,
+            self._scratch,
+            self._agreed,
+            self._peers,
+        )
+        return logits_Sv
 
     def _paged_step(self, rows: int, num_decode: int, *, fresh: bool, longest: int, uniform: bool = False) -> PagedStep:
         inputs = self._inputs

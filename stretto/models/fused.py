@@ -113,7 +113,7 @@ class FusedDecoder:
         embedding = decoder.embedding
         self.first_id = embedding.first_id if isinstance(embedding, VocabularyParallelEmbedding) else None
         """The id of the table's first row; None: the table is whole."""
-        self._group = decoder.group
+        self.group = decoder.group
         self._layers = tuple(layers)
         self._final_norm = _norm(decoder.norm)
         self._head = Matrix.of(decoder.head, product)
@@ -129,7 +129,7 @@ class FusedDecoder:
 
     def embed_split(self, residual_TD: Tensor) -> None:
         """Complete, in place, rows that were read from `embedding_VD`, zeros for ids that it lacks. hot path"""
-        self._group.all_reduce(residual_TD)
+        self.group.all_reduce(residual_TD)
 
     def forward(self, residual_TD: Tensor, attend: AttendProjected) -> tuple[Tensor, Tensor | None]:
         """(residual, update): what the last norm reads is residual + the sum of all ranks' updates.
@@ -151,12 +151,19 @@ class FusedDecoder:
 
     def logits(self, residual_SD: Tensor, update_SD: Tensor | None) -> Tensor:
         """Logits of rows of what `forward` gave, [S, V] in the weights' dtype, the same on every rank. hot path"""
+        return self.group.all_gather(self.own_logits(residual_SD, update_SD), self.config.vocab_size)
+
+    @property
+    def token_ids(self) -> range:
+        """Ids whose logits this rank computes."""
+        return self.decoder.token_ids
+
+    def own_logits(self, residual_SD: Tensor, update_SD: Tensor | None) -> Tensor:
+        """This rank's part of `logits`: those of its `token_ids`, then padding. hot path"""
         norm, head = self._final_norm, self._head
         if residual_SD.shape[0] <= self.small_rows and update_SD is None:
-            logits_Sv = small_matmul(residual_SD, head.weight_OI, head.bias_O, norm=norm)
-        else:
-            logits_Sv = head(self._add_norm(residual_SD, update_SD, norm))
-        return self._group.all_gather(logits_Sv, self.config.vocab_size)
+            return small_matmul(residual_SD, head.weight_OI, head.bias_O, norm=norm)
+        return head(self._add_norm(residual_SD, update_SD, norm))
 
     def _small_layer(self, index: int, layer: FusedLayer, residual_TD: Tensor, attend: AttendProjected) -> None:
         qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
@@ -172,23 +179,23 @@ class FusedDecoder:
 
     def _add_product(self, residual_TD: Tensor, x_TI: Tensor, matrix: Matrix) -> None:
         """residual += the sum of all ranks' products."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             small_matmul(x_TI, matrix.weight_OI, matrix.bias_O, add_to=residual_TD)
         else:
             product_TD = small_matmul(x_TI, matrix.weight_OI, matrix.bias_O)
-            peers = self._group.peers_for(product_TD)
+            peers = self.group.peers_for(product_TD)
             if peers is None:
-                residual_TD.add_(self._group.all_reduce(product_TD))
+                residual_TD.add_(self.group.all_reduce(product_TD))
             else:
                 add_sum(residual_TD, product_TD, peers)
 
     def _add_norm(self, residual_TD: Tensor, update_TD: Tensor | None, norm: Norm) -> Tensor:
         """residual += the sum of all ranks' updates, where given; returns its norm."""
-        if update_TD is not None and self._group.size > 1:
-            peers = self._group.peers_for(update_TD)
+        if update_TD is not None and self.group.size > 1:
+            peers = self.group.peers_for(update_TD)
             if peers is not None:
                 return add_sum_rms_norm(residual_TD, update_TD, norm.weight, norm.eps, peers)
-            self._group.all_reduce(update_TD)
+            self.group.all_reduce(update_TD)
         return add_rms_norm(residual_TD, update_TD, norm.weight, norm.eps)
 
     def _heads(self, qkv_TX: Tensor) -> Tensor:

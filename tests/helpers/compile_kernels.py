@@ -64,6 +64,7 @@ def compile_all() -> None:
         rope_write,
         sampling,
         sampling_filters,
+        split_sampling,
     )
     from stretto.kernels import small_matmul as products
 
@@ -104,6 +105,8 @@ def compile_all() -> None:
     floats = torch.zeros(9)
     rows = (longs(3), longs(3), floats, longs(9), longs(9, 64), longs(9), longs(3), scratch)
     sampling.sample_rows(logits, *rows)
+    agreed = split_sampling.AgreedMaxima.allocate(3, cpu)
+    split_sampling.sample_split_rows(logits, range(8000, 16_000), *rows, agreed, peers)
     found = sampling_filters.FilterScratch.allocate(3, cpu)
     filters = sampling_filters.RowFilters(longs(9), floats, floats, found)
     sampling.sample_rows(logits, *rows, filters=filters)
