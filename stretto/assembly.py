@@ -36,8 +36,6 @@ DEFAULT_CONTEXT = 8192
 """`max_model_len` unless given: the model's context length, but at most this."""
 CPU_BATCHED_TOKENS = 512
 CUDA_BATCHED_TOKENS = 8192
-MOST_DETERMINISTIC_RANKS = 2
-"""Two numbers have one sum; of more, the order of additions matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +124,10 @@ def _check_deterministic(config: EngineConfig, device: Device) -> None:
             "deterministic is built for a GPU with attention_backend 'triton': what else there is (a CPU's kernels, "
             "attention_backend 'torch') rounds by the shape of the step; leave it off, or run on a GPU"
         )
-    if config.tensor_parallel_size > MOST_DETERMINISTIC_RANKS:
+    if config.tensor_parallel_size > 1:
         raise NotSupported(
-            f"deterministic with tensor_parallel_size {config.tensor_parallel_size}: with more than "
-            f"{MOST_DETERMINISTIC_RANKS} ranks the collective library adds in an order that depends on the step's "
-            f"size; use up to {MOST_DETERMINISTIC_RANKS} ranks"
+            f"deterministic with tensor_parallel_size {config.tensor_parallel_size} is not built: sums over ranks take "
+            "different ways by the size of the step; use one rank"
         )
 
 

@@ -97,9 +97,10 @@ def test_cached_prefixes_and_generated_tokens_as_a_prompt(model: Path, alone: Re
         assert differing(alone, recorded) == []
 
 
-@pytest.mark.parametrize("params", [replace(PARAMS, top_p=0.8), replace(PARAMS, temperature=0), PARAMS], ids=str)
-def test_tokens_with_and_without_logprobs(model: Path, params: SamplingParams) -> None:
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"temperature": 0}], ids=["plain", "top-p", "greedy"])
+def test_tokens_with_and_without_logprobs(model: Path, options: dict[str, float]) -> None:
     """What samples inside a graph chooses what is chosen outside, alone and in a batch."""
+    params = replace(PARAMS, **options)
     streams = []
     for logprobs, others in ((None, 0), (1, 40), (None, 40)):
         with started(model, **OPTIONS) as runtime:

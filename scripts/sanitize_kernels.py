@@ -1,0 +1,196 @@
+"""Calls every kernel of the GPU engine once or more at small, odd shapes, for compute-sanitizer to watch.
+
+`python scripts/sanitize_kernels.py` on a CUDA GPU (or under TRITON_INTERPRET=1, to see that it runs). Ends with an
+error if a kernel of `stretto.kernels` was not launched. Results are looked at by the kernels' tests, not here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+import stretto.kernels
+from stretto.config import SchedulerConfig
+from stretto.engine.staging import PlanLayout
+from stretto.engine.tables import DeviceTables
+from stretto.kernels import elementwise, exchange, plan, sampling, sampling_filters, small_matmul, split_sampling
+from stretto.kernels.decode_attention import DecodeWork, Tuning, decode_attention, plan_decode
+from stretto.kernels.invariant_attention import invariant_attention
+from stretto.kernels.invariant_matmul import invariant_matmul
+from stretto.kernels.prefill_attention import prefill_attention
+from stretto.kernels.rope_write import HeadTransform, rope_write
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+
+floats = partial(torch.randn, device=DEVICE)
+longs = partial(torch.tensor, dtype=torch.int64, device=DEVICE)
+
+
+def low(*shape: int) -> torch.Tensor:
+    """Random numbers of the engine's dtype."""
+    return floats(*shape).to(DTYPE)
+
+
+def launched_kernels() -> set[str]:
+    """Names of all kernels that some function of `stretto.kernels` launches."""
+    found: set[str] = set()
+    for info in pkgutil.iter_modules(stretto.kernels.__path__):
+        module = importlib.import_module(f"stretto.kernels.{info.name}")
+        for name in re.findall(r"^ +(\w+)\[\(", inspect.getsource(module), flags=re.MULTILINE):
+            if isinstance(getattr(module, name, None), triton.runtime.jit.KernelInterface):
+                found.add(getattr(module, name).fn.__name__)
+    return found
+
+
+def watch_launches() -> set[str]:
+    """The set that each kernel's name enters when it is launched."""
+    seen: set[str] = set()
+    kind: Any = type(elementwise._add_rms_norm)
+    run = kind.run
+
+    def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+        seen.add(self.fn.__name__)
+        return run(self, *arguments, **options)
+
+    kind.run = watched
+    return seen
+
+
+def call_all() -> None:
+    """All kernels, group by group. Blocks."""
+    for part in (products_and_rows, attention, choices, plans, exchanges):
+        part()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def products_and_rows() -> None:
+    """Norms, gates, heads, products."""
+    elementwise.add_rms_norm(low(3, 200), low(3, 200), low(200), 1e-6)
+    elementwise.add_rms_norm(low(1, 200), None, low(200), 1e-6)
+    elementwise.silu_and_mul(low(3, 2 * 1100))
+    for rows in (1, 3, 17):
+        for norm, gate in ((small_matmul.Norm(low(200), 1e-6), True), (None, False)):
+            small_matmul.small_matmul(low(rows, 200), low(98, 200), low(98), norm=norm, gate=gate)
+        small_matmul.small_matmul(low(rows, 200), low(49, 200), add_to=low(rows, 49))
+        invariant_matmul(low(rows, 200), low(130, 200), low(130))
+    invariant_matmul(low(70, 64), low(8200, 64))
+    for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 96)):
+        norm_weight = low(heads + kv_heads, dim) if dim == 64 else None
+        transform = HeadTransform(heads, kv_heads, norm_weight, 1e-6, floats(20, dim))
+        cache = low(2, 4, kv_heads, 16, dim)
+        rope_write(
+            low(5, heads + 2 * kv_heads, dim), longs([0, 3, 19, 7, 1]), longs([16, 31, 47, 48, 63]), transform, *cache
+        )
+
+
+def attention() -> None:
+    """Decode and prompts over pages that lie scattered in the cache."""
+    contexts = [1, 65, 130, 17]
+    for heads, kv_heads, dim, size in ((9, 3, 64, 16), (4, 2, 128, 16), (4, 1, 96, 1), (2, 2, 256, 64)):
+        used = [-(-context // size) for context in contexts]
+        table = torch.zeros(6, max(used), dtype=torch.int64)
+        order = (torch.randperm(sum(used)) + 1).tolist()
+        for row, count in enumerate(used):
+            table[row + 1, :count] = torch.tensor([order.pop() for _ in range(count)])
+        cache, where = low(2, sum(used) + 1, kv_heads, size, dim), table.to(DEVICE)
+        slots, lengths = longs([1, 2, 3, 4]), longs(contexts)
+        for few in (False, True):
+            work = DecodeWork.allocate(4, heads, kv_heads, dim, DEVICE, Tuning.of(dim, few=few))
+            plan_decode(lengths, 4, kv_heads, work)
+            q, out = low(4, heads, dim), low(4, heads, dim)
+            decode_attention(q, cache[0], cache[1], where, slots, lengths, 0.3, work, out)
+        ends = longs([1, 66, 136, 140])
+        q, out = low(140, heads, dim), low(140, heads, dim)
+        prefill_attention(q, cache[0], cache[1], where, slots, lengths, ends, 4, 1, 0.3, out)
+        invariant_attention(q, cache[0], cache[1], where, slots, lengths, ends, 4, 0.3, out)
+
+
+def choices() -> None:
+    """Sampling, with and without filters, of one and of several rows; ids of stop tokens masked."""
+    for rows, vocabulary in ((1, 9001), (5, 9001), (3, 11)):
+        slots, positions = torch.arange(rows, device=DEVICE), torch.full((rows,), 3, device=DEVICE)
+        temperature, seeds = torch.linspace(0, 2, rows + 1, device=DEVICE), torch.arange(rows + 1, device=DEVICE)
+        ids, lengths = torch.zeros(rows + 1, 8, dtype=torch.int64, device=DEVICE), torch.zeros_like(seeds)
+        tokens, scratch = torch.zeros_like(slots), sampling.SampleScratch.allocate(rows, vocabulary, DEVICE)
+        logits = low(rows, vocabulary)
+        state = (slots, positions, temperature, seeds, ids, lengths, tokens, scratch)
+        sampling.mask_stop_ids(logits, slots, positions, seeds + 4, longs([[2, -1]] * (rows + 1)))
+        sampling.sample_rows(logits, *state)
+        for top_k, top_p, min_p in ((0, 0.9, 0.0), (5, 0.9, 0.01), (7, 1.0, 0.0), (0, 1.0, 0.1)):
+            asked = (torch.full_like(temperature, value) for value in (top_p, min_p))
+            found = sampling_filters.FilterScratch.allocate(rows, DEVICE)
+            filters = sampling_filters.RowFilters(torch.full_like(seeds, top_k), *asked, found)
+            sampling.sample_rows(logits, *state, filters=filters)
+
+
+def plans() -> None:
+    """A plan entered, and the inputs of steps made of it."""
+    config = SchedulerConfig(max_num_seqs=5, max_model_len=64, num_pages=64, vocab_size=9)
+    tables = DeviceTables(config, DEVICE)
+    inputs = plan.StepInputs.allocate(5, 64, DEVICE)
+    work = DecodeWork.allocate(5, 4, 2, 64, DEVICE)
+    layout = PlanLayout(3, 2, 1, 1, 20, config.max_stop_ids)
+    words = torch.zeros(layout.num_words, dtype=torch.int32)
+    words[:8] = torch.tensor([1, 2, 3, 1, 1, 20, 0, 2])  # rows 1 and 2 decode, row 3 has a chunk; two are sampled from
+    words[8:11] = torch.tensor([3, 1, 5])  # page 1 of slot 3 is page 5
+    words[11] = 3  # slot 3 is admitted
+    staged = words.to(DEVICE)
+    plan.apply_plan(staged, layout, tables, inputs)
+    plan.derive_mixed(staged, layout, 2, config.page_size, tables, inputs, work, 2)
+    table = low(9, 96)
+    for first_id in (9, None):
+        plan.derive_decode(4, config.page_size, tables, inputs, work, 2, table, low(4, 96), first_id)
+
+
+def exchanges() -> None:
+    """What ranks do together, seen from one of two: the other's words are there already, for the first call."""
+    capacity = 4096
+    own = torch.full((2, 2, capacity), 1 << 32, dtype=torch.int64, device=DEVICE)
+    others = torch.zeros_like(own)
+    addresses = longs([own.data_ptr(), others.data_ptr()])
+
+    def peers() -> exchange.PeerBuffers:
+        state = torch.zeros(exchange.STATE_WORDS, dtype=torch.int32, device=DEVICE)
+        return exchange.PeerBuffers(addresses, state, 0, 2, capacity)
+
+    exchange.sum_ranks(low(3, 202), peers())
+    exchange.add_sum(low(3, 202), low(3, 202), peers())
+    exchange.add_sum_rms_norm(low(3, 202), low(3, 202), low(202), 1e-6, peers())
+    rows, slots = 3, torch.arange(3, device=DEVICE)
+    tokens, scratch = torch.zeros_like(slots), sampling.SampleScratch.allocate(rows, 9001, DEVICE)
+    both = peers()
+    split_sampling.sample_split_rows(
+        low(rows, 9001), range(9000), slots, slots + 1, torch.linspace(0, 2, 4, device=DEVICE),
+        torch.arange(4, device=DEVICE), torch.zeros(4, 8, dtype=torch.int64, device=DEVICE), torch.zeros_like(slots),
+        tokens, scratch, split_sampling.AgreedMaxima.allocate(rows, DEVICE), _called_twice(both, own),
+    )  # fmt: skip
+
+
+def _called_twice(peers: exchange.PeerBuffers, own: torch.Tensor) -> exchange.PeerBuffers:
+    """Let the other rank's words of a second call, which has the other half of the buffer, be there too."""
+    own[0] = 2 << 32
+    return peers
+
+
+def main() -> None:
+    """All of them."""
+    torch.manual_seed(0)
+    seen = watch_launches()
+    call_all()
+    missing = launched_kernels() - seen
+    if missing or not seen:
+        raise SystemExit(f"not called: {', '.join(sorted(missing))}")
+    print(f"{len(seen)} kernels: {', '.join(sorted(seen))}")
+
+
+if __name__ == "__main__":
+    main()
