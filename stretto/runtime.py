@@ -339,7 +339,14 @@ class Runtime:
         """What the loop does, in this phase of the rank's life. Any thread."""
         loop_phase, since_s = self._timeline.phase()
         activity = ACTIVITIES[loop_phase] if self._inside else "outside"
-        return Beat(phase, activity, self._timeline.steps, since_s)
+        sums = self._timeline.totals()
+        return Beat(
+            phase, activity, sums.steps, since_s, busy_s=sums.busy_s, bubble_s=sums.bubble_s, receive_s=sums.receive_s
+        )
+
+    def beats(self) -> Mapping[int, Beat]:
+        """What each other rank last told about itself, by rank: half a second old at most. Never blocks."""
+        return self._member.beats()
 
     def close(self) -> None:
         """Let launched steps end, on all ranks the same ones, then end the device. Idempotent."""

@@ -60,8 +60,9 @@ def option_facts(config: EngineConfig) -> Facts:
 
 
 def environment_facts() -> Facts:
-    """Variables that change the schedule or the checks."""
-    return {name: repr(_is_set(name)) for name in ("STRETTO_DISABLE_OVERLAP", "STRETTO_CHECK")}
+    """Variables that change the schedule, the checks, or how ranks exchange tensors."""
+    names = ("STRETTO_DISABLE_OVERLAP", "STRETTO_CHECK", "STRETTO_DISABLE_PEER_MEMORY")
+    return {name: repr(_is_set(name)) for name in names}
 
 
 def checks() -> bool:

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -141,6 +141,10 @@ class Follower:
         """See `Member`."""
         if self.watchdog.failure is not None:
             raise EngineBroken(self.watchdog.failure)
+
+    def beats(self) -> Mapping[int, Beat]:
+        """See `Member`: it knows of none."""
+        return {}
 
     def rest(self, resting: bool) -> None:
         """See `Member`: that is the leader's to tell."""

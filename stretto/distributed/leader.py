@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -162,6 +162,10 @@ class Leader:
         self.watch.own_beat = own_beat
         self.watch.rest(True)
         self.watch.agree("ready", {})
+
+    def beats(self) -> Mapping[int, Beat]:
+        """See `Member`."""
+        return self.watch.beats()
 
     def rest(self, resting: bool) -> None:
         """See `Member`."""

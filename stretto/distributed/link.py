@@ -16,7 +16,7 @@ import msgspec
 from stretto.distributed.forks import tell_forked_children
 from stretto.distributed.patience import HANG_SECONDS
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of these messages and of the turns; ranks of different protocols refuse each other."""
 LONGEST_LINE = 4 << 20
 KERNEL_SECONDS = 1.5
@@ -63,6 +63,11 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Seconds since activity or steps changed."""
     resting: bool = False
     """Of the leader: it is outside the loop, and nothing is under way."""
+    busy_s: float = 0.0
+    """Device time of the steps since the start, and the idle time between them, as in `RuntimeStats`."""
+    bubble_s: float = 0.0
+    receive_s: float = 0.0
+    """Host time in which it took in its turns, or waited for them."""
 
 
 class Digest(msgspec.Struct, frozen=True, tag="digest"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from stretto.config import SchedulerConfig
 from stretto.distributed.group import SOLO, TensorGroup
+from stretto.distributed.link import Beat
 from stretto.distributed.place import Place
 from stretto.errors import EngineBroken
 from stretto.scheduler.turns import Inbox, LocalTurns, TurnSource
@@ -46,6 +47,9 @@ class Member(Protocol):
 
     def check(self) -> None:
         """Raise EngineBroken if a rank is lost. hot path"""
+
+    def beats(self) -> Mapping[int, Beat]:
+        """What each other rank last told about itself, as far as this one knows. Never blocks."""
 
     def rest(self, resting: bool) -> None:
         """The loop has come to rest, with nothing under way; or it has something to do again. Each change is told."""
@@ -90,6 +94,10 @@ class Alone:
 
     def check(self) -> None:
         """Nothing. hot path"""
+
+    def beats(self) -> Mapping[int, Beat]:
+        """There are none."""
+        return {}
 
     def rest(self, resting: bool) -> None:
         """Nobody waits for it."""

@@ -6,6 +6,7 @@ whether ranks live is not here either.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from stretto.distributed.messages import BadTurn, WireTurn, decode, encode
@@ -29,6 +30,8 @@ class LeaderTurns:
         self._publish = publish
         self._whole = True
         self.num_published = 0
+        self.publish_s = 0.0
+        """Host seconds in which turns were encoded and published."""
 
     def stop(self) -> None:
         """Make the next turn the last one, on all ranks."""
@@ -42,7 +45,9 @@ class LeaderTurns:
         if block and not turn.messages and not turn.stop:
             return turn
         self._whole = False
+        begin = time.perf_counter()
         self._publish(encode(WireTurn.of(self.num_published, turn)))
+        self.publish_s += time.perf_counter() - begin
         self.num_published += 1
         self._whole = True
         return turn

@@ -136,6 +136,10 @@ class Watch:
         """After `close`: how many steps each follower had done when it ended in order; None: it did not."""
         return {rank.rank: rank.last_steps for rank in self._ranks.values()}
 
+    def beats(self) -> dict[int, Beat]:
+        """The last heartbeat of each follower."""
+        return {rank.rank: rank.beat for rank in self._ranks.values()}
+
     def rest(self, resting: bool) -> None:
         """The leader has nothing under way, or again something: until then followers forgive its silence.
 
