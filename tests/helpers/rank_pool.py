@@ -25,7 +25,8 @@ RankFunction = Callable[..., Any]
 class RankPool:
     """`size` processes, of which any first few can be the ranks of a group."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        """`device`: the kind that the groups are between; with "cuda" rank r has GPU r."""
         # The server imports torch once, and the processes are copies of it.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.helpers.rank_pool", "tests.helpers.tensor_parallel"])
@@ -35,7 +36,7 @@ class RankPool:
         self._processes = []
         for _ in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, self._store.port), daemon=True)
+            process = context.Process(target=_serve, args=(there, self._store.port, device), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -73,7 +74,7 @@ class RankPool:
             pipe.close()
 
 
-def _serve(pipe: Connection, port: int) -> None:
+def _serve(pipe: Connection, port: int, kind: str) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
@@ -82,9 +83,10 @@ def _serve(pipe: Connection, port: int) -> None:
         except EOFError:  # the tests' process is gone
             return
         try:
-            group: TensorGroup = connect_group(
-                PrefixStore(name, store), rank, size, torch.device("cpu"), timeout_s=timeout_s
-            )
+            device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
+            if kind == "cuda":
+                torch.cuda.set_device(device)
+            group: TensorGroup = connect_group(PrefixStore(name, store), rank, size, device, timeout_s=timeout_s)
             try:
                 answer = True, function(group, *arguments)
             finally:

@@ -1,0 +1,220 @@
+"""A model over two GPUs computes what it computes on one, waits for nothing hidden, and ends as a whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto import LLM, SamplingParams
+from stretto.distributed.group import SOLO
+from tests.helpers.gpu_ranks import GpuCase, draws, expected_sums, sums, tokens_of
+from tests.helpers.processes import children_of, nothing_left, wait_until_dead
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.tiny_models import save, tiny_config, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+]
+ROOT = Path(__file__).parents[2]
+LIMIT = 10.0
+"""Seconds in which every rank must have ended."""
+PROMPTS = [[5, 17, 99, 3], [1], list(range(20, 77)), [7] * 9, [3, 1, 4]]
+MIX = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True),
+    SamplingParams(top_k=5, top_p=0.8, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.7, repetition_penalty=1.3, logit_bias={7: 2}, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=1.1, max_tokens=25, ignore_eos=True),
+]
+PLAIN = [SamplingParams(temperature=t, max_tokens=12, ignore_eos=True) for t in (0, 0.9, 0, 2.0, 0.6)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    made = RankPool(2, "cuda")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    save(tiny_model(tiny_config("qwen3", max_position_embeddings=16_384)), directory)
+    return directory
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize(("family", "kv_heads"), [("llama", 1), ("qwen3", 2), ("llama", 4)])
+def test_tokens_are_those_of_one_gpu(family: str, kv_heads: int, graphs: bool, pool: RankPool, tmp_path: Path) -> None:
+    save(tiny_model(tiny_config(family, num_key_value_heads=kv_heads)), tmp_path)
+    for params in (PLAIN, MIX):
+        case = GpuCase(tmp_path, PROMPTS, params, graphs)
+        alone = tokens_of(SOLO, case)
+        assert pool.run(2, tokens_of, case) == [alone, alone]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_sums_are_right_and_equal_on_both_gpus_to_the_bit(dtype: torch.dtype, pool: RankPool) -> None:
+    first, second = pool.run(2, sums, dtype)
+    for ours, theirs in zip(first, second, strict=True):
+        rows, total, direct, added, norm = ours
+        assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True))
+        expected = expected_sums(2, dtype, rows)
+        assert torch.equal(total, expected[0])
+        assert torch.equal(direct, expected[0])
+        if not torch.equal(added, total):  # it went through peer memory
+            assert torch.equal(added, expected[1])
+            torch.testing.assert_close(norm, expected[2], rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 9000, 151_936])
+def test_candidates_give_the_tokens_of_the_whole_vocabulary(vocabulary: int, pool: RankPool) -> None:
+    for found in pool.run(2, draws, vocabulary):
+        if found is None:
+            pytest.skip("these GPUs cannot write each other's memory")
+        split, whole = found
+        assert torch.equal(split, whole)
+
+
+def _llm(model: Path, **options: Any) -> LLM:
+    defaults = {
+        "dtype": "float32",
+        "device": "cuda",
+        "skip_tokenizer_init": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 2**26,
+    }
+    return LLM(str(model), **{**defaults, **options})
+
+
+def _answers(llm: LLM) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": [(i * 7 + j) % 199 for j in range(5 + 9 * i)]} for i in range(12)]
+    params = [
+        SamplingParams(
+            temperature=(0, 0.8, 1.2)[i % 3],
+            top_k=7 if i == 4 else 0,
+            top_p=0.8 if i == 7 else 1.0,
+            presence_penalty=1.0 if i == 10 else 0.0,
+            logprobs=2 if i == 2 else None,
+            seed=i,
+            max_tokens=10 + 3 * i,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for i in range(12)
+    ]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[list[int]]:
+    with _llm(model) as llm:
+        return _answers(llm)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_every_depth_gives_the_tokens_of_one_gpu_and_has_no_hidden_sync(
+    depth: int, model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests of every step are compared, and any hidden wait of either rank ends the engine."""
+    monkeypatch.setenv("STRETTO_CHECK", "1")
+    with nothing_left(), _llm(model, tensor_parallel_size=2, overlap_depth=depth, sync_guard="raise") as llm:
+        assert _answers(llm) == alone
+        assert _answers(llm) == alone
+        assert llm.hidden_syncs() == []
+
+
+ENGINE = """
+    import os, signal, sys, threading, time
+    from stretto import LLM, SamplingParams
+    from stretto.errors import EngineBroken
+    from tests.helpers.processes import ranks_of
+
+    model, phase, victim = sys.argv[1:]
+    hit = 0.0
+
+    def kill():
+        global hit
+        pid = os.getpid() if victim == "leader" else ranks_of(os.getpid())[0]
+        print("killed", *ranks_of(os.getpid()), flush=True)
+        hit = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+
+    def progress(what, fraction):
+        if phase == "start" and what == "loading weights" and not hit:
+            kill()
+
+    params = SamplingParams(temperature=0.8, max_tokens=16_000, ignore_eos=True, detokenize=False)
+    short = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+    try:
+        llm = LLM(model, tensor_parallel_size=2, dtype="float32", device="cuda", skip_tokenizer_init=True,
+                  max_model_len=16_384, max_num_seqs=8, kv_cache_memory_bytes=2**28, on_progress=progress)
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        if phase == "prefill":
+            threading.Timer(0.1, kill).start()
+            llm.generate([{"prompt_token_ids": [5] * 16_000}] * 500, short, use_tqdm=False)
+        elif phase == "decode":
+            for number, _ in enumerate(llm.stream(prompt, params)):
+                if number == 50:
+                    kill()
+        elif phase == "idle":
+            llm.generate([prompt], short, use_tqdm=False)
+            kill()
+            while True:
+                llm.generate([prompt], short, use_tqdm=False)
+        elif phase == "shutdown":
+            stream = llm.stream(prompt, params)
+            next(stream)
+            kill()
+            llm.close()
+            raise EngineBroken("closed")
+    except EngineBroken as error:
+        print(f"{time.monotonic() - hit:.2f} {error}", flush=True)
+    if phase != "start":
+        llm.close()
+"""
+
+
+@pytest.mark.parametrize("victim", ["follower", "leader"])
+@pytest.mark.parametrize("phase", ["start", "prefill", "decode", "idle", "shutdown"])
+def test_a_killed_rank_ends_all(phase: str, victim: str, model: Path) -> None:
+    """Within ten seconds, with its name, and no process is left."""
+    command = [sys.executable, "-c", textwrap.dedent(ENGINE), str(model), phase, victim]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    with (
+        nothing_left(),
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as leader,
+    ):
+        assert leader.stdout is not None
+        assert leader.stderr is not None
+        try:
+            said = leader.stdout.readline()
+            assert said.startswith("killed"), leader.stderr.read()
+            began = time.monotonic()
+            ranks = [leader.pid, *map(int, said.split()[1:]), *children_of(leader.pid)]
+            out, err = leader.communicate(timeout=2 * LIMIT)
+            assert time.monotonic() - began < LIMIT + 2.0, f"{out}\n{err}"
+            if victim == "follower":
+                seconds, _, message = out.partition(" ")
+                assert float(seconds) < LIMIT, f"{out}\n{err}"
+                if phase != "shutdown":
+                    assert message.startswith("rank 1 (pid "), f"{out}\n{err}"
+                    assert "was killed by signal 9 (SIGKILL)" in message
+                assert leader.returncode == 0, err
+            wait_until_dead(ranks, LIMIT)
+        finally:
+            leader.kill()
