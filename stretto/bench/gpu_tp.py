@@ -26,7 +26,7 @@ from stretto.bench.gpu import by_tenth, environment, requests_of, run
 from stretto.config import EngineConfig
 from stretto.distributed.link import Beat
 from stretto.distributed.turns import LeaderTurns
-from stretto.request import SamplingParams
+from stretto.request import Request, SamplingParams
 from stretto.runtime import Runtime
 
 BEAT_WAIT_S = 0.8
@@ -146,7 +146,8 @@ def measure(runtime: Runtime, setup: Setup, name: str) -> Measurement:
 def agree(runtime: Runtime, setup: Setup, steps: int) -> Agreement:
     """Requests of all kinds come and go until `steps` steps are done. Raises RanksDiffer where ranks do."""
     rng = random.Random(setup.overlap_depth)
-    first, added, running = runtime.stats(), 0, []
+    first, added = runtime.stats(), 0
+    running: list[Request] = []
     with runtime.running():
         while True:
             going = runtime.stats().steps - first.steps < steps

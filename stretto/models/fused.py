@@ -169,11 +169,11 @@ class FusedDecoder:
         qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
         qkv_TX = small_matmul(residual_TD, qkv.weight_OI, qkv.bias_O, norm=layer.attention_norm)
         o_TNH = attend(index, self._heads(qkv_TX), layer.transform)
-        self._add_product(residual_TD, o_TNH.flatten(1), o)
         if self.config.hidden_size <= WIDEST_GATE:
+            self._add_product(residual_TD, o_TNH.flatten(1), o)
             gated_TF = small_matmul(residual_TD, gate_up.weight_OI, gate_up.bias_O, norm=layer.mlp_norm, gate=True)
         else:
-            x_TD = add_rms_norm(residual_TD, None, layer.mlp_norm.weight, layer.mlp_norm.eps)
+            x_TD = self._add_product_norm(residual_TD, o_TNH.flatten(1), o, layer.mlp_norm)
             gated_TF = silu_and_mul(gate_up(x_TD))
         self._add_product(residual_TD, gated_TF, down)
 
@@ -188,6 +188,13 @@ class FusedDecoder:
                 residual_TD.add_(self.group.all_reduce(product_TD))
             else:
                 add_sum(residual_TD, product_TD, peers)
+
+    def _add_product_norm(self, residual_TD: Tensor, x_TI: Tensor, matrix: Matrix, norm: Norm) -> Tensor:
+        """`_add_product`; returns the norm of the residual."""
+        if self.group.size == 1:
+            self._add_product(residual_TD, x_TI, matrix)
+            return add_rms_norm(residual_TD, None, norm.weight, norm.eps)
+        return self._add_norm(residual_TD, small_matmul(x_TI, matrix.weight_OI, matrix.bias_O), norm)
 
     def _add_norm(self, residual_TD: Tensor, update_TD: Tensor | None, norm: Norm) -> Tensor:
         """residual += the sum of all ranks' updates, where given; returns its norm."""
