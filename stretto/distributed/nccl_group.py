@@ -9,7 +9,8 @@ import datetime
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -66,7 +67,8 @@ class NcclGroup:
             torch.cuda.set_device(device)  # a thread has its own current device
             options = ProcessGroupNCCL.Options()
             options._timeout = timeout
-            group: Any = ProcessGroupNCCL(store, rank, size, options)
+            with _own_failures():
+                group: Any = ProcessGroupNCCL(store, rank, size, options)
             # Here, not in the first step or in the middle of a capture. (Torch's call for this may hold the GIL.)
             group.allreduce([torch.zeros(1, device=device)]).wait()
             torch.cuda.synchronize(device)
@@ -153,6 +155,21 @@ class NcclGroup:
         """Let the current stream wait for a call that was put on another one; NCCL gives nothing where it was not."""
         if work is not None:
             work.wait()
+
+
+@contextmanager
+def _own_failures() -> Iterator[None]:
+    """A group made in here does not end the process when a call fails: what a lost rank means is the watch's affair."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _in_thread(make: Callable[[], Made], look: Callable[[], None]) -> Made:
