@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ def assemble(config: EngineConfig, progress: Progress | None = None, member: Mem
 
     device = _device(config, member.place)
     try:
+        _check_backend(config, device)
         _check_deterministic(config, device)
         resolved = resolve_model(
             config.model, revision=config.revision, token=config.hf_token, progress=lambda text: say(text, 0.0)
@@ -115,20 +117,41 @@ def _device(config: EngineConfig, place: Place) -> Device:
     return CudaDevice(int(index) if index else place.local_rank if place.size > 1 else 0)
 
 
+def _check_backend(config: EngineConfig, device: Device) -> None:
+    """Raise if the attention backend asked for cannot run here. Before the model is loaded, which takes long."""
+    backend = config.attention_backend
+    if backend in ("triton", "flashinfer") and not (_on_gpu(device) or _interpreted()):
+        raise InvalidRequest(f"attention_backend is {backend!r}, which needs a GPU; use 'torch' on a CPU")
+    if backend == "flashinfer":
+        from stretto.attention.flashinfer_paged import require_flashinfer
+
+        require_flashinfer()
+
+
 def _check_deterministic(config: EngineConfig, device: Device) -> None:
     """Raise NotSupported where `deterministic` is asked for and could not be kept."""
     if not config.deterministic:
         return
-    if config.attention_backend == "torch" or (config.attention_backend == "auto" and not _on_gpu(device)):
+    backend = config.attention_backend
+    if backend not in ("auto", "triton") or (backend == "auto" and not _on_gpu(device)):
         raise NotSupported(
             "deterministic is built for a GPU with attention_backend 'triton': what else there is (a CPU's kernels, "
-            "attention_backend 'torch') rounds by the shape of the step; leave it off, or run on a GPU"
+            "the other backends) rounds by the shape of the step; leave it off, or run on a GPU"
         )
     if config.tensor_parallel_size > 1:
         raise NotSupported(
             f"deterministic with tensor_parallel_size {config.tensor_parallel_size} is not built: sums over ranks take "
             "different ways by the size of the step; use one rank"
         )
+
+
+def _interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, for tests."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from stretto.kernels.launch import INTERPRETED
+
+    return INTERPRETED
 
 
 def _on_gpu(device: Device) -> bool:
@@ -211,8 +234,17 @@ def _memory(config: EngineConfig, model: Decoder, max_model_len: int, device: De
         max_model_len=max_model_len,
         page_size=config.resolved_page_size("cuda"),
         element_bytes=model.kv_dtype.itemsize,
-        graphs=not config.enforce_eager,
+        graphs=not config.enforce_eager and config.attention_backend != "flashinfer",
+        attention_bytes=_attention_bytes(config),
     )
+
+
+def _attention_bytes(config: EngineConfig) -> int:
+    if config.attention_backend != "flashinfer":
+        return 0
+    from stretto.attention.flashinfer_paged import workspace_bytes
+
+    return workspace_bytes(config.resolved_overlap_depth("cuda"))
 
 
 def _num_pages(
@@ -263,11 +295,14 @@ def _attention(
     # Triton is an optional dependency on a machine without a GPU.
     from stretto.attention.triton_paged import TritonPagedAttention
     from stretto.engine.fused_runner import fused_runner
-    from stretto.kernels.launch import INTERPRETED
     from stretto.models.fused import FusedDecoder
 
-    if not on_gpu and not INTERPRETED:
-        raise InvalidRequest("attention_backend is 'triton', which needs a GPU; use 'torch' on a CPU")
+    if backend == "flashinfer":
+        from stretto.attention.flashinfer_paged import FlashInferAttention
+
+        return FlashInferAttention(shape, config.max_rows, config.overlap_depth), fused_runner(
+            FusedDecoder(model), graphs=False
+        )
     graphs = on_gpu and not options.enforce_eager
     attention = TritonPagedAttention(shape, config.max_rows, invariant=options.deterministic)
     if not options.deterministic:

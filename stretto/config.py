@@ -28,7 +28,7 @@ DEFAULT_OVERLAP_DEPTH = {"cpu": 1, "cuda": 1}
 BatchPolicy = Literal["mixed", "prefill-first"]
 LoadFormat = Literal["auto", "dummy"]
 SyncGuardMode = Literal["off", "count", "raise"]
-AttentionBackendName = Literal["auto", "torch", "triton"]
+AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
 ControlTransport = Literal["auto", "shared-memory", "zeromq", "gloo"]
 
 
@@ -142,7 +142,7 @@ class EngineConfig:
     request_timeout_s: float | None = None
     seed: int = 0
     attention_backend: AttentionBackendName = "auto"
-    """`triton` on a GPU, `torch` elsewhere; `torch` on a GPU is the slow reference."""
+    """`triton` on a GPU, `torch` elsewhere; `flashinfer` (optional) and `torch` (slow) on a GPU are for comparison."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that weights, workspace, graphs and KV cache may take together."""
     enforce_eager: bool = False

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from stretto.attention.base import AttentionInputs, AttentionShape
+from stretto.attention.base import AttentionInputs, AttentionShape, IntArray
 from stretto.errors import NotSupported
 from stretto.kernels.decode_attention import FEW_PAIRS, DecodeWork, decode_attention, plan_decode
 from stretto.kernels.invariant_attention import invariant_attention
@@ -64,6 +64,8 @@ class TritonPagedAttention:
     """`AttentionBackend` on a GPU (or, for tests, under Triton's interpreter)."""
 
     wants_host_pages = False
+    wants_lengths = False
+    """Whether `expect` must be told of every step's lengths."""
 
     def __init__(
         self, shape: AttentionShape, max_rows: int, *, prefill: PrefillKernel = "flash", invariant: bool = False
@@ -141,6 +143,9 @@ class TritonPagedAttention:
         self._keys[layer][page_T, :, offset_T] = k_TKH.to(self.shape.dtype)
         self._values[layer][page_T, :, offset_T] = v_TKH.to(self.shape.dtype)
         return self._attend(layer, q_TNH.to(self.shape.dtype), k_TKH, v_TKH).to(q_TNH.dtype)
+
+    def expect(self, num_new_B: IntArray, context_B: IntArray) -> None:
+        """What the host knows of the next step's rows. Nothing to this backend, which reads the device's tables."""
 
     def begin(self, step: PagedStep) -> None:
         """Take the step's tensors; `work` must be filled for its decode rows. hot path"""

@@ -24,7 +24,7 @@ import torch
 from stretto.assembly import assemble
 from stretto.bench import workloads
 from stretto.bench.workloads import BenchRequest
-from stretto.config import EngineConfig
+from stretto.config import AttentionBackendName, EngineConfig
 from stretto.errors import InvalidRequest
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
@@ -39,7 +39,8 @@ class Setup:
     overlap_depth: int = 1
     graphs: bool = True
     max_num_seqs: int = 256
-    attention_backend: str = "auto"
+    attention_backend: AttentionBackendName = "auto"
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,13 @@ def main() -> None:
         for model in options.model or ["qwen3-0.6b"]:
             for graphs in (True, False) if options.no_graphs else (True,):
                 for depth in options.depth or [1]:
-                    setup = Setup(model, depth, graphs, attention_backend=options.attention_backend)
+                    setup = Setup(
+                        model,
+                        depth,
+                        graphs,
+                        attention_backend=options.attention_backend,
+                        deterministic=options.deterministic,
+                    )
                     runtime, start_s = start(setup, Path(root))
                     print(f"{setup} started in {start_s:.1f} s", flush=True)
                     run(runtime, workloads.warm_up())
@@ -221,7 +228,8 @@ def main() -> None:
 
 def _line(m: Measurement) -> str:
     return (
-        f"{m.setup.model} depth {m.setup.overlap_depth} graphs {m.setup.graphs} {m.workload}: "
+        f"{m.setup.model} depth {m.setup.overlap_depth} graphs {m.setup.graphs} "
+        f"{'deterministic ' if m.setup.deterministic else ''}{m.workload}: "
         f"{m.ms_per_output:.3f} ms/output (floor {m.floor_ms:.3f}), "
         f"{m.output_tokens_per_s:.0f} out/s, {m.input_tokens_per_s:.0f} in/s, idle {100 * m.idle_share:.2f} %, "
         f"{m.steps} steps of {'/'.join(f'{x:.2f}' for x in m.step_ms_by_tenth)} ms, "

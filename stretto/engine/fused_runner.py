@@ -86,6 +86,8 @@ class FusedRunner:
     def run(self, plan: StepPlan, layout: PlanLayout, staged: Tensor) -> None:
         """See `StepRunner`. hot path"""
         parts, rows = self._parts, layout.num_rows
+        if self._attention.wants_lengths:
+            self._attention.expect(plan.num_new_B, plan.start_B + plan.num_new_B)
         if not self.knows(plan):
             apply_plan(staged, layout, parts.tables, self._inputs)
             if layout.adjusted:

@@ -71,8 +71,12 @@ def plan_memory(
     page_size: int,
     element_bytes: int,
     graphs: bool,
+    attention_bytes: int = 0,
 ) -> MemoryPlan:
-    """The division for a model whose weights are loaded already; `total` and `free` are the GPU's, in bytes."""
+    """The division for a model whose weights are loaded already; `total` and `free` are the GPU's, in bytes.
+
+    `attention_bytes`: what the attention backend allocates beside the cache.
+    """
     heads = model.num_heads + 2 * model.num_kv_heads
     per_token = 3 * model.hidden_size + (heads + 2 * model.num_heads) * model.head_dim + 3 * model.intermediate_size
     activations = max_num_batched_tokens * per_token * element_bytes
@@ -86,6 +90,6 @@ def plan_memory(
         total=total,
         allowed=int(utilization * total),
         in_use=total - free,
-        workspace=activations + sampling + tables + _LIBRARIES,
+        workspace=activations + sampling + tables + attention_bytes + _LIBRARIES,
         graphs=captured,
     ).checked()
