@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_triton_backend_within_rounding(model: Path) -> 
         options = {**OPTIONS, "attention_backend": backend}
         with started(model, **options, max_num_batched_tokens=128) as runtime:
             forced = forced_logprobs(runtime, texts)
-            cached = first_logprobs(runtime, [text + [7, 8, 9] for text in texts], 1)
+            cached = first_logprobs(runtime, [[*text, 7, 8, 9] for text in texts], 1)
             decoded = first_logprobs(runtime, texts, 2)
             by_backend[backend] = (forced, cached, decoded)
     triton, flash = by_backend["triton"], by_backend["flashinfer"]
