@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import pytest
 
 from stretto.device.cuda import CudaDevice, CudaEvent
@@ -29,18 +32,39 @@ def event(device: CudaDevice, *, timing: bool = True, recorded: bool = True, don
     made = object.__new__(CudaEvent)  # one without a GPU
     made.device, made.timing, made.recorded, made.fault = device, timing, recorded, None
     made.raw = Raw(done)
+    made.handle = id(made.raw)
+    HANDLES[made.handle] = made.raw
     return made
 
 
+HANDLES: dict[int, Raw] = {}
+
+
+def driver(ms: Any, begin: int, end: int) -> int:
+    """cuEventElapsedTime."""
+    if not (HANDLES[begin].done and HANDLES[end].done):
+        return 600  # CUDA_ERROR_NOT_READY
+    ms._obj.value = 1.5
+    return 0
+
+
 @pytest.fixture
-def device() -> CudaDevice:
-    return object.__new__(CudaDevice)
+def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    made = object.__new__(CudaDevice)
+    monkeypatch.setattr("tests.test_device_cuda_times.HANDLES", {})
+    made._elapsed, made._elapsed_ms = driver, ctypes.c_float()
+    return made
 
 
 def test_a_time_costs_no_queries(device: CudaDevice) -> None:
     begin, end = event(device), event(device)
-    assert device.seconds_between(begin, end) == 0.0025
+    assert device.seconds_between(begin, end) == 0.0015
     assert begin.raw.queries == end.raw.queries == 0
+
+
+def test_without_the_driver_torch_is_asked(device: CudaDevice) -> None:
+    device._elapsed = lambda ms, begin, end: 1
+    assert device.seconds_between(event(device), event(device)) == 0.0025
 
 
 @pytest.mark.parametrize("lacks", ["timing", "recorded", "done"])

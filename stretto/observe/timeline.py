@@ -6,6 +6,7 @@ the clock once and allocates nothing that stays. What the figures mean is in `st
 
 from __future__ import annotations
 
+from array import array
 from typing import Protocol
 
 import numpy as np
@@ -63,7 +64,7 @@ class Timeline:
         self._device = device
         self._now = device.now
         self._size = size
-        self._ring = np.full(size * _WIDTH, np.nan)
+        self._ring = array("d", [float("nan")]) * (size * _WIDTH)  # its elements are cheaper to set than numpy's
         self._phase = OTHER
         self._since = 0.0
         self._phase_s = [0.0] * len(_NAMES)
@@ -74,7 +75,7 @@ class Timeline:
         """The step launched last."""
         self._latest_end = 0.0
         """When its launch had ended."""
-        self._window_end = np.zeros(size)
+        self._window_end = [0.0] * size
         self._done = -1
         """The step processed last."""
         self._steps = 0
@@ -136,7 +137,7 @@ class Timeline:
         now = self._enter(OTHER)
         device, index, previous = self._device, step.plan.index, self._previous
         ring, at = self._ring, index % self._size * _WIDTH
-        launch_begin, launch_end = float(ring[at + _LAUNCH_BEGIN]), float(ring[at + _LAUNCH_END])
+        launch_begin, launch_end = ring[at + _LAUNCH_BEGIN], ring[at + _LAUNCH_END]
         busy_s = device.seconds_between(step.begin, step.copy_done)
         bubble_s = 0.0
         if previous is None:
@@ -148,7 +149,7 @@ class Timeline:
         end = min(begin + busy_s, self._wait_end)
         begin = end - busy_s
         lead_s = max(0.0, begin - launch_end)
-        window_s = max(0.0, min(float(self._window_end[index % self._size]), end) - launch_end)
+        window_s = max(0.0, min(self._window_end[index % self._size], end) - launch_end)
         ring[at + _BLOCK_BEGIN] = self._wait_begin
         ring[at + _BLOCK_END] = self._wait_end
         ring[at + _PROCESS_END] = now
@@ -215,4 +216,4 @@ class Timeline:
         kept = min(self._done + 1, self._size - (self._latest - self._done))
         wanted = max(0, kept if count is None else min(count, kept))
         places = np.arange(self._done + 1 - wanted, self._done + 1) % self._size
-        return RecentSteps(self._ring.reshape(self._size, _WIDTH)[places])
+        return RecentSteps(np.frombuffer(self._ring).reshape(self._size, _WIDTH)[places])
