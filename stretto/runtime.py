@@ -355,8 +355,9 @@ class Runtime:
         self._closed = True
         orderly = self._last_turn()
         self.device.close()
-        if self.guard is not None:
-            self.guard.close()
+        self.engine.close()
+        if isinstance(self.engine, ObservedEngine):
+            self.engine.stop_listening()
         if os.getpid() == self._pid:
             self._member.close(orderly=orderly)
 

@@ -120,6 +120,19 @@ def test_two_listen_at_once(mode: Mode, first_to_leave: int) -> None:
     warnings.showwarning = before
 
 
+def test_one_that_does_not_listen_lets_nothing_out_that_another_has_heard(mode: Mode) -> None:
+    idle, listener = Listener(), Listener()
+    before = warnings.showwarning
+    with warnings.catch_warnings(record=True) as left:
+        idle.syncs.install()  # and never leaves
+        listener.watch(mode.sync)
+        listener.syncs.uninstall()
+    assert (idle.heard, listener.heard) == (0, 1)
+    assert left == []
+    idle.syncs.uninstall()
+    warnings.showwarning = before
+
+
 def test_a_mode_that_the_program_set_is_given_back(mode: Mode) -> None:
     listener = Listener()
     mode.set(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def test_counting_goes_on_and_names_each_line_once() -> None:
     assert item.remedy == BLOCKING_WORDS["item"].remedy
     assert guard.num_syncs == 4
     assert f"{__file__}:{first}" in str(item)
+
+
+def test_a_report_that_comes_after_its_call_is_not_counted_twice() -> None:
+    """Torch keeps CUDA's warnings until the outermost call from Python returns; such a call is acted here."""
+    acted: dict[str, Callable[[torch.Tensor, Callable[[], None]], None]] = {}
+    source = "def outer(x, report):\n    x.nonzero()\n    report()\n"
+    exec(compile(source, str(Path(torch.__file__).with_name("acted.py")), "exec"), acted)
+    with SyncGuard("count") as guard:
+        acted["outer"](X, guard._heard)
+        guard._heard()  # of a sync that nobody saw
+    assert sorted((one.kind, one.count) for one in guard.findings()) == [("nonzero", 1), ("sync", 1)]
 
 
 def test_an_upload_from_pageable_memory_only_shortens() -> None:

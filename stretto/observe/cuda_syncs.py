@@ -85,13 +85,19 @@ class CudaSyncs:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        is_sync, before = _MESSAGE in str(message), self._show_before
-        if is_sync and self._listens:
+        self._pass_on(False, message, category, filename, lineno, file, line)
+
+    def _pass_on(self, heard: bool, message: Warning | str, *rest: Any) -> None:
+        """Hand a warning to whoever was there before; what a listener has heard of ends at the last listener."""
+        if _MESSAGE in str(message) and self._listens:
             self._on_sync()
-            if not isinstance(getattr(before, "__self__", None), CudaSyncs):
-                return  # no other listener: the warning ends here
-        if before is not None:
-            before(message, category, filename, lineno, file, line)
+            heard = True
+        before = self._show_before
+        other = getattr(before, "__self__", None)
+        if isinstance(other, CudaSyncs):
+            other._pass_on(heard, message, *rest)
+        elif before is not None and not heard:
+            before(message, *rest)
 
     def _synchronize(self, device: Any = None) -> None:
         self._around_synchronize(lambda: self._synchronize_before(device))

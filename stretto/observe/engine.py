@@ -42,6 +42,11 @@ class ObservedEngine(Engine):
             self.stream = WatchedStream(self.stream, guard)
             self.scheduler_stream = self.stream if one else WatchedStream(self.scheduler_stream, guard)
 
+    def stop_listening(self) -> None:
+        """Let go of what the guards hold of the process (`warnings`, CUDA's debug mode). Idempotent."""
+        self.guard.close()
+        self._namer.close()
+
     def launch(self, plan: StepPlan) -> InFlightStep:
         """See `Engine`. hot path"""
         recorded = spans_wanted()

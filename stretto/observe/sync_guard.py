@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -33,6 +33,9 @@ class _ThreadState(threading.local):
         self.allowed: list[str] = []
         self.inside = 0
         """In a call that is already known to wait: what it does inside is not counted again."""
+        self.late: tuple[FrameType, int] | None = None
+        """Where the last such call was made. Torch keeps an operator's warnings until the call from Python that it is
+        part of returns, so CUDA's report of it may come after it, from the same line."""
         self.scopes: list[ExitStack] = []
 
 
@@ -106,6 +109,7 @@ class SyncGuard:
                     self._cuda.end()
                 state.inspects -= inspect
                 state.watches -= 1
+                state.late = None
 
     def inspects(self, step: int) -> bool:
         """Whether every call of an engine's step is to be looked at. hot path"""
@@ -170,6 +174,8 @@ class SyncGuard:
                 return run()
             finally:
                 state.inside -= 1
+                late = user_frame(sys._getframe(1))
+                state.late = late, late.f_lineno
         frame = user_frame(sys._getframe(1))
         if self.mode == "raise":
             raise HiddenSync(self._tally.note(kind, call, frame))
@@ -180,6 +186,7 @@ class SyncGuard:
                 return run()
         finally:
             state.inside -= 1
+            state.late = frame, frame.f_lineno
             self._tally.note(kind, call, frame, time.perf_counter() - began)
 
     def _heard(self) -> None:
@@ -187,11 +194,14 @@ class SyncGuard:
         state = self._state
         if not state.watches or state.inside:
             return
+        frame = user_frame(sys._getframe(1))
+        late, state.late = state.late, None
+        if late is not None and late[0] is frame and late[1] == frame.f_lineno:
+            return
         if state.allowed:
             with self._lock:
                 self._allowed[state.allowed[-1]] = self._allowed.get(state.allowed[-1], 0) + 1
             return
-        frame = user_frame(sys._getframe(1))
         self._heard_at = self._step
         if spans_wanted():
             mark(f"stretto.synced{place_of(frame)}")
