@@ -36,7 +36,7 @@ KINDS = [
 
 
 def rows_of_all_kinds(count: int) -> list[Row]:
-    return [replace(KINDS[i % len(KINDS)], seed=i * 2**55 - 7, position=i % 60) for i in range(count)]
+    return [replace(KINDS[i % len(KINDS)], seed=i * 2**53 - 7, position=i % 60) for i in range(count)]
 
 
 def logits_of(kind: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
