@@ -164,8 +164,7 @@ class Follower:
         """See `Member`."""
         if self._transport is not None:
             self._transport.close()
-        if self._group is not None:
-            self._group.close()
+        # The tensor group ends with the process: NCCL's end would wait for the leader's, which waits for this one.
 
     def run(self, build: Callable[[Follower], FollowingRuntime]) -> None:
         """The whole life of the rank, up to the leader's last turn. Blocks. Raises whatever broke it."""

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,8 +31,14 @@ logger = logging.getLogger("stretto.ranks")
 
 Made = TypeVar("Made")
 
-LARGEST_DIRECT = 2**20
-"""Bytes of a sum up to which the ranks write each other's memory; beyond it NCCL is faster (measured on two H200)."""
+LARGEST_DIRECT = 2**21
+"""Bytes of a sum up to which the ranks write each other's memory: as far as that was measured to be faster than NCCL,
+on two H200."""
+_WAYS_TO_END_THE_PROCESS = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",  # it also talks to the store for good
+)
 _LOOK_SECONDS = 0.05
 _CLOSE_SECONDS = 2.0
 
@@ -119,7 +125,7 @@ class NcclGroup:
             self._end()
 
     def close(self) -> None:
-        """See `TensorGroup`. The device must have no work of the group any more."""
+        """See `TensorGroup`. The device must have no work of the group any more, nor a graph that holds some."""
         if self._group is None:
             return
         if not self._aborted.is_set():
@@ -140,7 +146,8 @@ class NcclGroup:
             torch.cuda.set_device(self._device)
             if memory is not None:
                 memory.abort()
-            group.abort()
+            with suppress(RuntimeError):  # it has waited a minute for graphs that hold calls, and goes on waiting
+                group.abort()
 
         self._ending = threading.Thread(target=end, name="stretto-nccl-abort", daemon=True)
         self._ending.start()
@@ -160,16 +167,16 @@ class NcclGroup:
 @contextmanager
 def _own_failures() -> Iterator[None]:
     """A group made in here does not end the process when a call fails: what a lost rank means is the watch's affair."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    before = {name: os.environ.get(name) for name in _WAYS_TO_END_THE_PROCESS}
+    os.environ |= dict.fromkeys(before, "0")
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _in_thread(make: Callable[[], Made], look: Callable[[], None]) -> Made:

@@ -104,6 +104,10 @@ class Engine:
         self.stream.run(self.runner.prepare)
         self.stream.synchronize()
 
+    def close(self) -> None:
+        """Give back what `prepare` made; the device is closed, and nothing is launched any more."""
+        self.runner.close()
+
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Enqueue a step; returns at once, before anything of it is done. hot path"""
         entry = self.ring.next()

@@ -65,6 +65,11 @@ class FusedRunner:
             self._warm_up()
             self.graphs.capture()
 
+    def close(self) -> None:
+        """See `StepRunner`."""
+        if self.graphs is not None:
+            self.graphs.release()
+
     def _warm_up(self) -> None:
         """Run each path of a step with prompt chunks once, on the padding row: compiles its kernels."""
         config = self._parts.config

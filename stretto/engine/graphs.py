@@ -77,6 +77,12 @@ class DecodeGraphs(Generic[Result]):
         self.capture_s = time.perf_counter() - began
         self.pool_bytes = free_before - torch.cuda.mem_get_info(device)[0]
 
+    def release(self) -> None:
+        """Give the graphs back; none of them may be running. NCCL cannot end before the last one that calls it."""
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+
     # hot path
     def replay(self, rows: int, kind: int) -> Result:
         """Launch the graph of the smallest size that holds `rows`; what was captured with it. Never blocks."""

@@ -65,6 +65,9 @@ class StepRunner(Protocol):
     def run(self, plan: StepPlan, layout: PlanLayout, staged: torch.Tensor) -> None:
         """All of a step. `staged` is the packed plan on the device, unless the runner knew the plan. hot path"""
 
+    def close(self) -> None:
+        """Give back what `prepare` made; nothing of it is under way. Idempotent."""
+
 
 MakeRunner = Callable[[RunnerParts], StepRunner]
 
@@ -79,6 +82,9 @@ class EagerRunner:
         self._arange = torch.arange(parts.config.max_num_batched_tokens + 1, device=parts.tables.length_R.device)
 
     def prepare(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
         """Nothing."""
 
     def knows(self, plan: StepPlan) -> bool:
