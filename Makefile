@@ -4,6 +4,7 @@
 #   make check    lint, types and tests, as CI does
 #   make bench    the CPU benchmarks of the docs, as JSON in benchmarks/results (ONLY="host_cost overlap" for some)
 #   make gpu-test, make gpu-bench   tests and benchmarks that need a CUDA GPU
+#   make gpu-bench-tp   benchmarks of two GPUs against one
 #   make soak     the scheduler's property tests for long (EXAMPLES=100000)
 # PYTHON=python3.12 chooses the interpreter, PIP_FLAGS="..." is passed to pip (for example the index of CPU-only torch).
 
@@ -17,7 +18,7 @@ DEV_STAMP := $(VENV)/.stretto-dev-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test soak lint format types check bench clean gpu-test gpu-bench
+.PHONY: help setup setup-dev demo test soak lint format types check bench clean gpu-test gpu-bench gpu-bench-tp
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -73,7 +74,10 @@ check: lint types test
 gpu-test: $(DEV_STAMP)
 	@PYTHON=$(BIN)/python scripts/gpu_test.sh
 
-gpu-bench: $(DEV_STAMP)
+gpu-gpu-bench-tp: $(DEV_STAMP)
+	@PYTHON=$(BIN)/python scripts/gpu_bench_tp.sh
+
+bench: $(DEV_STAMP)
 	@PYTHON=$(BIN)/python scripts/gpu_bench.sh
 
 bench: $(DEV_STAMP)
