@@ -74,11 +74,11 @@ check: lint types test
 gpu-test: $(DEV_STAMP)
 	@PYTHON=$(BIN)/python scripts/gpu_test.sh
 
-gpu-gpu-bench-tp: $(DEV_STAMP)
-	@PYTHON=$(BIN)/python scripts/gpu_bench_tp.sh
-
-bench: $(DEV_STAMP)
+gpu-bench: $(DEV_STAMP)
 	@PYTHON=$(BIN)/python scripts/gpu_bench.sh
+
+gpu-bench-tp: $(DEV_STAMP)
+	@PYTHON=$(BIN)/python scripts/gpu_bench_tp.sh
 
 bench: $(DEV_STAMP)
 	@PYTHON=$(BIN)/python scripts/bench.sh $(ONLY)
