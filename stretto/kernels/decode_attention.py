@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import dot_precision, num_multiprocessors, options
 
 FEW_PAIRS = 128
@@ -198,7 +199,7 @@ def decode_attention(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+@kernel(do_not_specialize=["num_rows", "num_programs"])
 def _decode_attention(
     q_ptr,
     keys_ptr,
@@ -346,7 +347,7 @@ def plan_decode(context_B: Tensor, num_rows: int, num_kv_heads: int, work: Decod
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+@kernel(do_not_specialize=["num_rows", "num_programs"])
 def _plan_decode(
     context_ptr,
     first_unit_ptr,

@@ -1,8 +1,9 @@
 """Sums of small tensors over the GPUs of one host, in one kernel, through memory that the ranks write directly.
 
-Every rank writes its words into a buffer of each other rank, each word beside the number of the call, and waits for
-the others' words in its own: data and flag arrive in one 8-byte store, so nothing has to be signalled or fenced (the
-idea of NCCL's LL protocol). All ranks add in the order of the ranks, in float32: results are equal on all to the bit.
+Every rank writes its words into a buffer of each other rank and waits for the others' words in its own. There are two
+ways: few words are *flagged*, each is written beside the number of the call in one 8-byte store, so nothing has to be
+fenced (the idea of NCCL's LL protocol). Many words are *signalled*: half as many bytes, then a barrier and one number
+for each program. All ranks add in the order of the ranks, in float32: results are equal on all to the bit.
 
 Buffers alternate between two halves. A rank writes a half again two calls later; it has then got every other rank's
 words of the call in between, which that rank writes only after its earlier call has ended.
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import options
 
 _CALLS: tl.constexpr = tl.constexpr(0)
@@ -27,6 +29,11 @@ ABORTED = 2
 _ABORTED: tl.constexpr = tl.constexpr(ABORTED)
 STATE_WORDS = 4
 """int32: calls so far; programs of the running call that have ended; not 0: wait for nobody any more; unused."""
+
+MOST_PROGRAMS = 4096
+"""Of a signalled call."""
+_SIGNAL_WORDS = 8
+"""int32 words from one program's signal to the next one's: a sector of memory for each."""
 
 _SUM, _ADD, _ADD_NORM = 0, 1, 2
 _FLAT_BLOCK = 512
@@ -38,7 +45,8 @@ _MANY_WORDS = 2**16
 class PeerBuffers:
     """Where this rank finds the buffers of all ranks.
 
-    A buffer is int64 [2, R, capacity]: for each half, the words of each rank.
+    A buffer is int64 [2, R, flagged], then int32 [2, R, signalled], then int32 [2, R, MOST_PROGRAMS, 8]: in both halves
+    the words of each rank, and its signals. Zeros at first.
     """
 
     address_R: Tensor
@@ -47,14 +55,22 @@ class PeerBuffers:
     """int32 [STATE_WORDS], zeros at first."""
     rank: int
     size: int
-    capacity: int
-    """Words of one call."""
+    flagged: int
+    """Words of a call up to which they are flagged."""
+    signalled: int
+    """Words of the largest call."""
+
+    @staticmethod
+    def bytes_of(size: int, flagged: int, signalled: int) -> int:
+        """Bytes of a buffer of a group of `size` ranks."""
+        return 2 * size * (8 * flagged + 4 * signalled + 4 * _SIGNAL_WORDS * MOST_PROGRAMS)
 
     def holds(self, x: Tensor) -> bool:
-        """Whether a call can take `x`. hot path"""
-        if x.dtype == torch.bfloat16:
-            return x.shape[-1] % 2 == 0 and x.numel() <= 2 * self.capacity
-        return x.dtype == torch.float32 and x.numel() <= self.capacity
+        """Whether a call can take `x`, whose last dimension is not empty. hot path"""
+        words = _num_words(x)
+        if words <= self.flagged:
+            return words > 0
+        return words <= self.signalled and x.numel() <= MOST_PROGRAMS * x.shape[-1]
 
 
 # hot path
@@ -91,9 +107,11 @@ def add_sum_rms_norm(
         peers.state,
         rows * words,
         eps,
-        peers.capacity,
         RANK=peers.rank,
         SIZE=peers.size,
+        FLAGGED=peers.flagged,
+        SIGNALLED=peers.signalled if rows * words > peers.flagged else 0,
+        PROGRAMS=MOST_PROGRAMS,
         WORDS=words,
         BLOCK=block,
         WHOLE=True,
@@ -107,7 +125,7 @@ def add_sum_rms_norm(
 
 def _flat(into: Tensor, update: Tensor, peers: PeerBuffers, mode: int) -> None:
     pairs = update.dtype == torch.bfloat16
-    words = update.numel() // 2 if pairs else update.numel()
+    words = _num_words(update)
     block = _FLAT_BLOCK if words <= _MANY_WORDS else _WIDE_BLOCK
     into_words = into.view(torch.int32)
     _exchange[(triton.cdiv(words, block),)](
@@ -119,9 +137,11 @@ def _flat(into: Tensor, update: Tensor, peers: PeerBuffers, mode: int) -> None:
         peers.state,
         words,
         0.0,
-        peers.capacity,
         RANK=peers.rank,
         SIZE=peers.size,
+        FLAGGED=peers.flagged,
+        SIGNALLED=peers.signalled if words > peers.flagged else 0,
+        PROGRAMS=MOST_PROGRAMS,
         WORDS=block,
         BLOCK=block,
         WHOLE=words % block == 0,
@@ -132,22 +152,31 @@ def _flat(into: Tensor, update: Tensor, peers: PeerBuffers, mode: int) -> None:
     )
 
 
+def _num_words(x: Tensor) -> int:
+    """Words of `x`; 0 if it is of a dtype, or width, that has none."""
+    if x.dtype == torch.bfloat16:
+        return x.numel() // 2 if x.shape[-1] % 2 == 0 else 0
+    return x.numel() if x.dtype == torch.float32 else 0
+
+
 @triton.jit
-def push_words(words, at, inside, call, address_ptr, capacity, RANK: tl.constexpr, SIZE: tl.constexpr):
+def push_flagged(words, at, inside, call, address_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, FLAGGED: tl.constexpr):
     """Write int32 `words` to places `at` of every other rank's buffer."""
     flagged = (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
-    half = (call & 1).to(tl.int64) * SIZE * capacity
+    place = ((call & 1) * SIZE + RANK) * FLAGGED
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             theirs = tl.load(address_ptr + peer).to(tl.pointer_type(tl.int64))
-            tl.store(theirs + half + RANK * capacity + at, flagged, mask=inside)
+            tl.store(theirs + place + at, flagged, mask=inside)
 
 
 @triton.jit
-def await_words(source, at, inside, call, address_ptr, state_ptr, capacity, RANK: tl.constexpr, SIZE: tl.constexpr):
+def await_flagged(
+    source, at, inside, call, address_ptr, state_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, FLAGGED: tl.constexpr
+):
     """The int32 words that rank `source` has written for this rank in this call; any after an abort."""
-    half = (call & 1).to(tl.int64) * SIZE * capacity
-    own = tl.load(address_ptr + RANK).to(tl.pointer_type(tl.int64)) + half + source * capacity + at
+    place = ((call & 1) * SIZE + source) * FLAGGED
+    own = tl.load(address_ptr + RANK).to(tl.pointer_type(tl.int64)) + place + at
     here = call.to(tl.int64) << 32
     found = tl.load(own, mask=inside, other=here, volatile=True)
     missing = tl.max(((found >> 32).to(tl.int32) != call).to(tl.int32), 0)
@@ -156,6 +185,68 @@ def await_words(source, at, inside, call, address_ptr, state_ptr, capacity, RANK
         missing = tl.max(((found >> 32).to(tl.int32) != call).to(tl.int32), 0)
         missing = tl.where(tl.load(state_ptr + _ABORTED, volatile=True) != 0, 0, missing)
     return found.to(tl.int32)
+
+
+@triton.jit
+def _signalled_places(
+    address, source, call, SIZE: tl.constexpr, FLAGGED: tl.constexpr, SIGNALLED: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    """In the buffer at `address`: the words of rank `source` in this call, and this program's signal of it."""
+    part = (call & 1) * SIZE + source
+    words = (address + 16 * SIZE * FLAGGED).to(tl.pointer_type(tl.int32))
+    signals = words + 2 * SIZE * SIGNALLED
+    return words + part * SIGNALLED, signals + (part * PROGRAMS + tl.program_id(0)) * 8
+
+
+@triton.jit
+def _push_signalled(
+    words,
+    at,
+    inside,
+    call,
+    address_ptr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    FLAGGED: tl.constexpr,
+    SIGNALLED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            theirs, signal = _signalled_places(
+                tl.load(address_ptr + peer), RANK, call, SIZE, FLAGGED, SIGNALLED, PROGRAMS
+            )
+            tl.store(theirs + at, words, mask=inside)
+    tl.debug_barrier()  # all threads' words come before the signal, which one thread gives
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            theirs, signal = _signalled_places(
+                tl.load(address_ptr + peer), RANK, call, SIZE, FLAGGED, SIGNALLED, PROGRAMS
+            )
+            tl.atomic_xchg(signal, call, sem="release", scope="sys")
+
+
+@triton.jit
+def _await_signalled(
+    source,
+    at,
+    inside,
+    call,
+    address_ptr,
+    state_ptr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    FLAGGED: tl.constexpr,
+    SIGNALLED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    own, signal = _signalled_places(tl.load(address_ptr + RANK), source, call, SIZE, FLAGGED, SIGNALLED, PROGRAMS)
+    missing = tl.atomic_add(signal, 0, sem="acquire", scope="sys") != call
+    while missing:
+        missing = tl.atomic_add(signal, 0, sem="acquire", scope="sys") != call
+        missing = missing & (tl.load(state_ptr + _ABORTED, volatile=True) == 0)
+    tl.debug_barrier()
+    return tl.load(own + at, mask=inside, other=0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -192,7 +283,7 @@ def _packed(low, high, PAIRS: tl.constexpr):
     return word
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@kernel(do_not_specialize=["num_words"])
 def _exchange(
     update_ptr,
     into_ptr,
@@ -202,9 +293,11 @@ def _exchange(
     state_ptr,
     num_words,
     eps,
-    capacity,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    FLAGGED: tl.constexpr,
+    SIGNALLED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -224,7 +317,10 @@ def _exchange(
         tl.extra.cuda.gdc_wait()
     call = begin_call(state_ptr)
     own = tl.load(update_ptr + at, mask=inside, other=0)
-    push_words(own, at, inside, call, address_ptr, capacity, RANK, SIZE)
+    if SIGNALLED:
+        _push_signalled(own, at, inside, call, address_ptr, RANK, SIZE, FLAGGED, SIGNALLED, PROGRAMS)
+    else:
+        push_flagged(own, at, inside, call, address_ptr, RANK, SIZE, FLAGGED)
     if MODE != 0:
         before = tl.load(into_ptr + at, mask=inside, other=0)
     low = tl.zeros((BLOCK,), tl.float32)
@@ -232,8 +328,12 @@ def _exchange(
     for source in tl.static_range(SIZE):
         if source == RANK:
             word = own
+        elif SIGNALLED:
+            word = _await_signalled(
+                source, at, inside, call, address_ptr, state_ptr, RANK, SIZE, FLAGGED, SIGNALLED, PROGRAMS
+            )
         else:
-            word = await_words(source, at, inside, call, address_ptr, state_ptr, capacity, RANK, SIZE)
+            word = await_flagged(source, at, inside, call, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
         low += _low(word, PAIRS)
         if PAIRS:
             high += _high(word)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.decode_attention import DecodeWork, plan_decode_work
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import options
 
 if TYPE_CHECKING:  # only what they are made of matters here; the engine is above the kernels
@@ -88,7 +89,7 @@ def apply_plan(staged: Tensor, layout: PlanLayout, tables: DeviceTables, inputs:
     )
 
 
-@triton.jit(do_not_specialize=["max_rows", "num_rows", "pages_at", "num_pages"])
+@kernel(do_not_specialize=["max_rows", "num_rows", "pages_at", "num_pages"])
 def _apply_plan(
     staged_ptr,
     slot_ptr,
@@ -190,7 +191,7 @@ def derive_decode(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs", "token_stride", "table_stride"])
+@kernel(do_not_specialize=["num_rows", "num_programs", "token_stride", "table_stride"])
 def _derive_decode(
     slot_ptr,
     token_ids_ptr,
@@ -312,7 +313,7 @@ def derive_mixed(
     )
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=[
         "num_rows",
         "num_sampled",

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import dot_precision, options
 
 
@@ -140,7 +141,7 @@ def attend_block(
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_row"])
+@kernel(do_not_specialize=["num_rows", "first_row"])
 def _prefill_attention(
     q_ptr,
     keys_ptr,

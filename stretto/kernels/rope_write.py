@@ -1,6 +1,8 @@
 """Norm of q and k heads, rotary turn, and the write of new keys and values into their pages, in one kernel.
 
-Legend: T tokens, N query heads, K kv heads, Q = N + K, X = N + 2 K, H head dim, P pages, S page size, L positions.
+The projection may come in parts: float32 [S, T, X, H], whose sum over S it is (`few_rows.py`).
+
+Legend: S parts, T tokens, N query heads, K kv heads, Q = N + K, X = N + 2 K, H head dim, P pages, S page size, L positions.
 Head dimensions are in pair order: elements 2i and 2i + 1 turn together (models/rope.py).
 """
 
@@ -13,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.kernels.elementwise import summed
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import options
 
 _HEADS = 8
@@ -39,11 +43,13 @@ def rope_write_reference(
     transform: HeadTransform,
     keys_PKSH: Tensor,
     values_PKSH: Tensor,
-) -> None:
-    """Norm and turn q and k of `qkv_TXH` in place, then store k and v in the cache.
+) -> Tensor:
+    """Norm and turn q and k of `qkv_TXH` in place, then store k and v in the cache. Returns the changed projection.
 
-    `location` is page * S + offset.
+    `location` is page * S + offset. Parts are not changed: their sum, in the cache's dtype, is.
     """
+    if qkv_TXH.dim() == 4:
+        qkv_TXH = qkv_TXH.sum(0).to(keys_PKSH.dtype)
     heads, kv_heads = transform.num_heads, transform.num_kv_heads
     page_size = keys_PKSH.shape[2]
     qk_TQH = qkv_TXH[:, : heads + kv_heads].float()
@@ -56,6 +62,7 @@ def rope_write_reference(
     page_T, offset_T = location_T // page_size, location_T % page_size
     keys_PKSH[page_T, :, offset_T] = qkv_TXH[:, heads : heads + kv_heads]
     values_PKSH[page_T, :, offset_T] = qkv_TXH[:, heads + kv_heads :]
+    return qkv_TXH
 
 
 # hot path
@@ -66,14 +73,18 @@ def rope_write(
     transform: HeadTransform,
     keys_PKSH: Tensor,
     values_PKSH: Tensor,
-) -> None:
+) -> Tensor:
     """`rope_write_reference` in one kernel. `qkv_TXH` contiguous; positions and locations int64. Never blocks."""
-    tokens, width, dim = qkv_TXH.shape
+    tokens, width, dim = qkv_TXH.shape[-3:]
+    parts = qkv_TXH.shape[0] if qkv_TXH.dim() == 4 else 0
+    out_TXH = qkv_TXH.new_empty((tokens, width, dim), dtype=keys_PKSH.dtype) if parts else qkv_TXH
     heads, kv_heads = transform.num_heads, transform.num_kv_heads
     q_groups, kv_groups = triton.cdiv(heads, _HEADS), triton.cdiv(kv_heads, _HEADS)
     norm = transform.norm_weight_QH
     _rope_write[(tokens, q_groups + 2 * kv_groups)](
         qkv_TXH,
+        out_TXH,
+        tokens,
         positions_T,
         location_T,
         transform.turns_LH if norm is None else norm,
@@ -90,9 +101,11 @@ def rope_write(
         PAGE=keys_PKSH.shape[2],
         GROUP=_HEADS,
         NORM=norm is not None,
+        PARTS=parts,
         num_warps=4,
         **options(qkv_TXH.device),
     )
+    return out_TXH
 
 
 @triton.jit
@@ -121,9 +134,11 @@ def transformed(
     return tl.reshape(turned, (ROWS, DIM_PAD)).to(x.dtype)
 
 
-@triton.jit
+@kernel(do_not_specialize=["tokens"])
 def _rope_write(
     qkv_ptr,
+    out_ptr,
+    tokens,
     positions_ptr,
     location_ptr,
     norm_ptr,
@@ -140,6 +155,7 @@ def _rope_write(
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -167,14 +183,19 @@ def _rope_write(
         first = HEADS
         count = KV_HEADS
     inside = (kv_head < count)[:, None] & (d < DIM)[None, :]
-    place = qkv_ptr + token * (WIDTH * DIM) + (first + kv_head)[:, None] * DIM + d[None, :]
-    x = tl.load(place, mask=inside, other=0.0)
+    place = token * (WIDTH * DIM) + (first + kv_head)[:, None] * DIM + d[None, :]
+    if PARTS > 0:
+        x = summed(qkv_ptr + place, inside, tokens.to(tl.int64) * WIDTH * DIM, PARTS).to(out_ptr.dtype.element_ty)
+    else:
+        x = tl.load(qkv_ptr + place, mask=inside, other=0.0)
     if not is_v:
         position = tl.load(positions_ptr + token)
         turns = tl.load(turns_ptr + position * DIM + d, mask=d < DIM, other=0.0)
         heads_norm = norm_ptr + (first + kv_head)[:, None] * DIM + d[None, :]
         x = transformed(x, heads_norm, turns, eps, inside, GROUP, DIM, BLOCK, NORM)
-        tl.store(place, x, mask=inside)
+        tl.store(out_ptr + place, x, mask=inside)
+    elif PARTS > 0:
+        tl.store(out_ptr + place, x, mask=inside)
     if not is_q:
         location = tl.load(location_ptr + token)
         offset = (

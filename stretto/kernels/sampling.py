@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import options
 from stretto.kernels.sampling_boundary import token_ranks
 from stretto.kernels.sampling_filters import RowFilters, find_boundaries
@@ -170,7 +171,7 @@ def sample_rows(
     )
 
 
-@triton.jit
+@kernel
 def _mask_stop_ids(
     logits_ptr,
     slot_ptr,
@@ -199,7 +200,7 @@ def _mask_stop_ids(
         tl.store(at, float("-inf"), mask=is_id & is_usable)
 
 
-@triton.jit
+@kernel
 def _row_maxima(
     logits_ptr,
     maximum_ptr,
@@ -251,7 +252,7 @@ def exponential(seed, position, ids):
     return tl.where(u < 0.03125, series, -tl.log(1.0 - u))
 
 
-@triton.jit
+@kernel
 def _draw(
     logits_ptr,
     slot_ptr,
@@ -298,7 +299,7 @@ def _draw(
         tl.store(score_id_ptr + row * stride + block, tl.min(tl.where(score == top, v, VOCABULARY), 0))
 
 
-@triton.jit
+@kernel
 def _choose(
     slot_ptr,
     position_ptr,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import INTERPRETED
 
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
@@ -159,7 +160,7 @@ def _search(
     return low, first
 
 
-@triton.jit
+@kernel
 def finish(
     logits_ptr,
     slot_ptr,

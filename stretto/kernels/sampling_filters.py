@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import num_multiprocessors, options
 from stretto.kernels.sampling_boundary import (
     EVERYTHING,
@@ -223,7 +224,7 @@ def _store(at, low, high, count_below, weight_below, target, by_count, found, si
     tl.store(at + 7, size)
 
 
-@triton.jit(do_not_specialize=["parts", "index"])
+@kernel(do_not_specialize=["parts", "index"])
 def _narrow(
     logits_ptr,
     slot_ptr,
@@ -304,7 +305,7 @@ def _narrow(
             tl.store(into + _PIVOTS, weight_Q)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@kernel(do_not_specialize=["parts"])
 def _collect(
     logits_ptr,
     slot_ptr,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.elementwise import add_rms_norm_reference, silu_and_mul_reference
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import dot_precision, options
 
 MAX_ROWS = 64
@@ -123,7 +124,7 @@ def skinny_blocks(outputs: int, width: int, block_m: int, gate: bool) -> tuple[i
     return block_n, block_k, 4
 
 
-@triton.jit
+@kernel
 def _gemv(
     x_ptr,
     norm_ptr,
@@ -187,7 +188,7 @@ def _gemv(
     tl.store(out_ptr + n, acc.to(out_ptr.dtype.element_ty), mask=n < OUTPUTS)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _skinny(
     x_ptr,
     norm_ptr,

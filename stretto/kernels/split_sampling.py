@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.kernels.exchange import PeerBuffers, await_words, begin_call, end_call, push_words
+from stretto.kernels.exchange import PeerBuffers, await_flagged, begin_call, end_call, push_flagged
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import options
 from stretto.kernels.sampling import _GREEDY_BELOW, _HIGHEST_TEMPERATURE, SampleScratch, _row_maxima, exponential
 
@@ -84,12 +85,12 @@ def sample_split_rows(
         peers.address_R,
         peers.state,
         stride,
-        peers.capacity,
         FIRST_ID=token_ids.start,
         BLOCKS=blocks,
         BLOCKS_PAD=blocks_pad,
         RANK=peers.rank,
         SIZE=peers.size,
+        FLAGGED=peers.flagged,
         num_warps=1,
         **launch,
     )
@@ -125,28 +126,30 @@ def sample_split_rows(
         peers.state,
         stride,
         token_ids_RL.stride(0),
-        peers.capacity,
         BLOCKS=blocks,
         BLOCKS_PAD=blocks_pad,
         RANK=peers.rank,
         SIZE=peers.size,
+        FLAGGED=peers.flagged,
         num_warps=1,
         **launch,
     )
 
 
 @triton.jit
-def _best_of_ranks(value, token, row, address_ptr, state_ptr, capacity, RANK: tl.constexpr, SIZE: tl.constexpr):
+def _best_of_ranks(
+    value, token, row, address_ptr, state_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, FLAGGED: tl.constexpr
+):
     """The largest of all ranks' float32 values, and the lowest of the ids that come with it."""
     call = begin_call(state_ptr)
     i = tl.arange(0, 2)
     inside = i < 2
     own = tl.where(i == 0, value.to(tl.int32, bitcast=True), token)
     at = row * 2 + i
-    push_words(own, at, inside, call, address_ptr, capacity, RANK, SIZE)
+    push_flagged(own, at, inside, call, address_ptr, RANK, SIZE, FLAGGED)
     for source in tl.static_range(SIZE):
         if source != RANK:
-            words = await_words(source, at, inside, call, address_ptr, state_ptr, capacity, RANK, SIZE)
+            words = await_flagged(source, at, inside, call, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
             their_value = tl.sum(tl.where(i == 0, words, 0), 0).to(tl.float32, bitcast=True)
             their_token = tl.sum(tl.where(i == 1, words, 0), 0)
             better = (their_value > value) | ((their_value == value) & (their_token < token))
@@ -156,7 +159,7 @@ def _best_of_ranks(value, token, row, address_ptr, state_ptr, capacity, RANK: tl
     return value, token
 
 
-@triton.jit
+@kernel
 def _agree_on_maxima(
     maximum_ptr,
     maximum_id_ptr,
@@ -165,12 +168,12 @@ def _agree_on_maxima(
     address_ptr,
     state_ptr,
     stride,
-    capacity,
     FIRST_ID: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    FLAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -183,12 +186,12 @@ def _agree_on_maxima(
     ids = tl.load(maximum_id_ptr + row * stride + b, mask=inside, other=0) + FIRST_ID
     best = tl.max(value, 0)
     token = tl.min(tl.where((value == best) & inside, ids, _NO_ID), 0)
-    best, token = _best_of_ranks(best, token, row, address_ptr, state_ptr, capacity, RANK, SIZE)
+    best, token = _best_of_ranks(best, token, row, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
     tl.store(agreed_maximum_ptr + row, best)
     tl.store(agreed_id_ptr + row, token)
 
 
-@triton.jit
+@kernel
 def _draw_part(
     logits_ptr,
     slot_ptr,
@@ -226,7 +229,7 @@ def _draw_part(
         tl.store(score_id_ptr + row * stride + block, tl.min(tl.where(score == top, v + FIRST_ID, _NO_ID), 0))
 
 
-@triton.jit
+@kernel
 def _agree_on_draws(
     slot_ptr,
     position_ptr,
@@ -242,11 +245,11 @@ def _agree_on_draws(
     state_ptr,
     stride,
     token_stride,
-    capacity,
     BLOCKS: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    FLAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -262,7 +265,7 @@ def _agree_on_draws(
     drawn = tl.load(score_id_ptr + row * stride + b, mask=inside, other=_NO_ID)
     top = tl.max(score, 0)
     token = tl.min(tl.where((score == top) & inside, drawn, _NO_ID), 0)
-    top, token = _best_of_ranks(top, token, row, address_ptr, state_ptr, capacity, RANK, SIZE)
+    top, token = _best_of_ranks(top, token, row, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
     if tl.load(temperature_ptr + slot) < _GREEDY_BELOW:
         token = tl.load(agreed_id_ptr + row)
     best = tl.load(agreed_maximum_ptr + row)

@@ -26,7 +26,7 @@ compiled: dict[str, Any] = {}
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    """Stands in for `JITFunction.run`."""
+    """Stands in for `Kernel.run`."""
     given = dict(zip(self.arg_names, args, strict=False))
     options = {name: value for name, value in kwargs.items() if name not in self.arg_names and name != "launch_pdl"}
     given.update({name: value for name, value in kwargs.items() if name in self.arg_names})
@@ -51,13 +51,13 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
 
 def compile_all() -> None:
     """Every kernel, with shapes that take every branch of the launch functions."""
-    triton.JITFunction.run = compile_instead
     from stretto.kernels import (
         decode_attention,
         elementwise,
         exchange,
         invariant_attention,
         invariant_matmul,
+        jit,
         launch,
         plan,
         prefill_attention,
@@ -68,6 +68,7 @@ def compile_all() -> None:
     )
     from stretto.kernels import small_matmul as products
 
+    jit.Kernel.run = compile_instead  # type: ignore[method-assign]
     launch.dependent_launch = lambda device: True  # type: ignore[assignment]
     cpu = torch.device("cpu")
 
@@ -79,7 +80,7 @@ def compile_all() -> None:
 
     elementwise.add_rms_norm(bf16(2, 1024), bf16(2, 1024), bf16(1024), 1e-6)
     elementwise.silu_and_mul(bf16(2, 2048))
-    peers = exchange.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**19)
+    peers = exchange.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**11, 2**19)
     exchange.sum_ranks(bf16(3, 1024), peers)
     exchange.add_sum(torch.zeros(3, 1024), torch.zeros(3, 1024), peers)
     exchange.add_sum_rms_norm(bf16(2, 1024), bf16(2, 1024), bf16(1024), 1e-6, peers)
@@ -96,8 +97,12 @@ def compile_all() -> None:
     invariant_attention.invariant_attention(
         bf16(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, bf16(99, 16, 128)
     )
-    for outputs in (4096, 9000):
-        invariant_matmul.invariant_matmul(bf16(99, 1024), bf16(outputs, 1024), bf16(outputs))
+    scratch = invariant_attention.PartScratch.allocate(4, 16, 8, 128, 4096, cpu)
+    invariant_attention.invariant_attention(
+        bf16(4, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, bf16(4, 16, 128), scratch
+    )
+    for count, outputs in ((9, 1024), (9, 9000), (300, 5000), (3000, 9000)):
+        invariant_matmul.invariant_matmul(bf16(count, 1024), bf16(outputs, 1024), bf16(outputs))
     for count in (1, 20):
         for norm, gate in ((products.Norm(bf16(1024), 1e-6), True), (None, False)):
             products.small_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512), norm=norm, gate=gate)
