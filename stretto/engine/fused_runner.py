@@ -55,7 +55,11 @@ class FusedRunner:
         self._peers = model.group.peers_for(torch.empty(config.max_rows, 2, device=device))
         """Through which ranks exchange candidates; None: this is the only one, or logits have to be gathered."""
         sizes = ladder(config.max_rows)
-        self.graphs = DecodeGraphs(sizes, NUM_KINDS, self._decode) if graphs else None
+        self.graphs = DecodeGraphs(sizes, NUM_KINDS, self._capture) if graphs else None
+        self._logits_SV = torch.empty(
+            config.max_rows if graphs else 0, model.config.vocab_size, dtype=model.dtype, device=device
+        )
+        """Where graphs leave the logits of a FORWARD step: all sizes in one place, as no two are wanted at once."""
         self._rows_known: IntArray | None = None
         """The rows that `inputs.slot_B` holds; the very array, as an unchanged batch keeps it."""
 
@@ -111,11 +115,20 @@ class FusedRunner:
             parts.lengths_B[:rows] = parts.tables.length_R[self._inputs.slot_B[:rows]]
 
     def _decode_step(self, rows: int, kind: int) -> Tensor:
-        """Logits of at least `rows` rows."""
-        return self._decode(rows, kind) if self.graphs is None else self.graphs.replay(rows, kind)
+        """Logits of at least `rows` rows, if it is a FORWARD step."""
+        if self.graphs is None:
+            return self._decode(rows, kind)
+        self.graphs.replay(rows, kind)
+        return self._logits_SV
+
+    def _capture(self, rows: int, kind: int) -> None:
+        """`_decode` as graphs hold it."""
+        logits_SV = self._decode(rows, kind)
+        if kind == FORWARD:
+            self._logits_SV[:rows].copy_(logits_SV)
 
     def _decode(self, rows: int, kind: int) -> Tensor:
-        """A decode step of `rows` rows, padding included, from `inputs.slot_B` and the tables; what graphs capture."""
+        """A decode step of `rows` rows, padding included, from `inputs.slot_B` and the tables."""
         parts, model, inputs = self._parts, self._model, self._inputs
         tables, attention = parts.tables, self._attention
         residual_BD = torch.empty(rows, model.config.hidden_size, dtype=model.dtype, device=inputs.slot_B.device)

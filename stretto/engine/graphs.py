@@ -1,7 +1,8 @@
 """CUDA graphs of decode steps: one for each size of a ladder and each kind of step, captured once and replayed.
 
 Owns the graphs and the memory pool that they share; what is captured is the caller's. A captured step reads everything
-from buffers at fixed addresses. Steps of one stream never run at once, so all graphs may share one pool.
+from buffers at fixed addresses, and leaves its results there. Steps of one stream never run at once, so all graphs
+share one pool: what one allocates while it runs is the next one's memory.
 """
 
 from __future__ import annotations
@@ -9,12 +10,8 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
-
-Result = TypeVar("Result")
 
 WHOLE, FILTERED, FORWARD = 0, 1, 2
 """Kinds of decode steps: with sampling of rows without filters; with that of any filters; up to the logits, for steps
@@ -30,22 +27,14 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-@dataclass(frozen=True, slots=True)
-class Captured(Generic[Result]):
-    """A graph, and what the captured function returned: tensors that each replay writes anew."""
-
-    graph: torch.cuda.CUDAGraph
-    result: Result
-
-
-class DecodeGraphs(Generic[Result]):
+class DecodeGraphs:
     """Graphs of `work(size, kind)` for every size of a ladder and every kind."""
 
-    def __init__(self, sizes: tuple[int, ...], num_kinds: int, work: Callable[[int, int], Result]) -> None:
+    def __init__(self, sizes: tuple[int, ...], num_kinds: int, work: Callable[[int, int], None]) -> None:
         self.sizes = sizes
         self._num_kinds = num_kinds
         self._work = work
-        self._graphs: dict[tuple[int, int], Captured[Result]] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.capture_s = 0.0
         """Seconds that `capture` took."""
         self.pool_bytes = 0
@@ -69,23 +58,21 @@ class DecodeGraphs(Generic[Result]):
                 # Other threads (NCCL's, those that watch other ranks) may call CUDA meanwhile.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    result = self._work(size, kind)
+                    self._work(size, kind)
                 finally:
                     graph.capture_end()
-                self._graphs[size, kind] = Captured(graph, result)
+                self._graphs[size, kind] = graph
         torch.cuda.synchronize(device)
         self.capture_s = time.perf_counter() - began
         self.pool_bytes = free_before - torch.cuda.mem_get_info(device)[0]
 
     def release(self) -> None:
         """Give the graphs back; none of them may be running. NCCL cannot end before the last one that calls it."""
-        for captured in self._graphs.values():
-            captured.graph.reset()
+        for graph in self._graphs.values():
+            graph.reset()
         self._graphs.clear()
 
     # hot path
-    def replay(self, rows: int, kind: int) -> Result:
-        """Launch the graph of the smallest size that holds `rows`; what was captured with it. Never blocks."""
-        captured = self._graphs[self.sizes[bisect.bisect_left(self.sizes, rows)], kind]
-        captured.graph.replay()
-        return captured.result
+    def replay(self, rows: int, kind: int) -> None:
+        """Launch the graph of the smallest size that holds `rows`. Never blocks."""
+        self._graphs[self.sizes[bisect.bisect_left(self.sizes, rows)], kind].replay()

@@ -84,8 +84,9 @@ def plan_memory(
     tables = (2 * max_num_seqs + 1) * 8 * (max_model_len + 1 + -(-max_model_len // page_size))
     captured = 0
     if graphs:
-        decode = max_num_seqs * (per_token + model.vocab_size) * element_bytes
-        captured = NUM_KINDS * (len(ladder(max_num_seqs)) * _GRAPH_BYTES + decode)
+        # One step's room, which all graphs share, and the logits that they leave for what follows them.
+        decode = max_num_seqs * (per_token + 2 * model.vocab_size) * element_bytes
+        captured = NUM_KINDS * len(ladder(max_num_seqs)) * _GRAPH_BYTES + decode
     return MemoryPlan(
         total=total,
         allowed=int(utilization * total),
