@@ -135,8 +135,8 @@ def _check_deterministic(config: EngineConfig, device: Device) -> None:
     backend = config.attention_backend
     if backend not in ("auto", "triton") or (backend == "auto" and not _on_gpu(device)):
         raise NotSupported(
-            "deterministic is built for a GPU with attention_backend 'triton': what else there is (a CPU's kernels, "
-            "the other backends) rounds by the shape of the step; leave it off, or run on a GPU"
+            "deterministic is built for a GPU with attention_backend 'triton': in the other backends, and on a CPU, how "
+            "a prompt is cut into chunks changes last bits; leave it off, or run on a GPU"
         )
     if config.tensor_parallel_size > 1:
         raise NotSupported(
@@ -235,16 +235,21 @@ def _memory(config: EngineConfig, model: Decoder, max_model_len: int, device: De
         page_size=config.resolved_page_size("cuda"),
         element_bytes=model.kv_dtype.itemsize,
         graphs=not config.enforce_eager and config.attention_backend != "flashinfer",
-        attention_bytes=_attention_bytes(config),
+        attention_bytes=_attention_bytes(config, model.config, max_model_len, device),
     )
 
 
-def _attention_bytes(config: EngineConfig) -> int:
-    if config.attention_backend != "flashinfer":
-        return 0
-    from stretto.attention.flashinfer_paged import workspace_bytes
+def _attention_bytes(config: EngineConfig, model: ModelConfig, max_model_len: int, device: Device) -> int:
+    """What the attention backend of a GPU allocates beside the cache, as far as it is worth counting."""
+    if config.attention_backend == "flashinfer":
+        from stretto.attention.flashinfer_paged import workspace_bytes
 
-    return workspace_bytes(config.resolved_overlap_depth("cuda"))
+        return workspace_bytes(config.resolved_overlap_depth("cuda"))
+    if config.deterministic:
+        from stretto.kernels.invariant_attention import PartScratch
+
+        return PartScratch.most_bytes(model.num_heads, model.head_dim, max_model_len, device.torch_device)
+    return 0
 
 
 def _num_pages(
@@ -304,7 +309,8 @@ def _attention(
             FusedDecoder(model), graphs=False
         )
     graphs = on_gpu and not options.enforce_eager
-    attention = TritonPagedAttention(shape, config.max_rows, invariant=options.deterministic)
+    invariant_up_to = config.max_model_len if options.deterministic else None
+    attention = TritonPagedAttention(shape, config.max_rows, invariant_up_to=invariant_up_to)
     if not options.deterministic:
         return attention, fused_runner(FusedDecoder(model), graphs=graphs)
     from stretto.kernels.invariant_matmul import invariant_matmul

@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 from stretto.assembly import assemble
 from stretto.config import EngineConfig
 from stretto.errors import NotSupported
-from stretto.kernels.invariant_attention import invariant_attention
-from stretto.kernels.invariant_matmul import invariant_matmul, invariant_matmul_reference
+from stretto.kernels.invariant_attention import PartScratch, invariant_attention
+from stretto.kernels.invariant_matmul import SMALLEST_TILE, TILES, invariant_matmul, invariant_matmul_reference
 from stretto.kernels.prefill_attention import prefill_attention_reference
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
@@ -37,6 +37,8 @@ PARAMS = SamplingParams(temperature=0.9, max_tokens=TOKENS, ignore_eos=True, log
 def _weights_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the fused layers run on weights that are not packed for it."""
     monkeypatch.setattr("stretto.layers.linear.onednn_available", lambda: False)
+    if not GPU:  # the interpreter is slow: parts of a context that short prompts have several of
+        monkeypatch.setattr("stretto.kernels.invariant_attention.PART_TOKENS", 32)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,8 @@ def alone(tiny: Path) -> tuple[Recorded, dict[int, list[int]]]:
     tokens: dict[int, list[int]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stretto.layers.linear.onednn_available", lambda: False)
+        if not GPU:
+            patch.setattr("stretto.kernels.invariant_attention.PART_TOKENS", 32)
         for seed, prompt in enumerate(PROMPTS):
             with started(tiny, max_num_batched_tokens=64) as runtime:
                 own = record_logits(runtime)
@@ -155,6 +159,9 @@ def test_a_row_of_a_product_is_the_same_among_any_others(outputs: int, width: in
     for count in (1, 2, 7, 31, 33, 65):
         assert torch.equal(invariant_matmul(x[5 : 5 + count].clone(), weight, bias), whole[5 : 5 + count]), count
     assert invariant_matmul(x[:0], weight).shape == (0, outputs)
+    if GPU and dtype == torch.bfloat16:
+        for tile in (*TILES, SMALLEST_TILE):
+            assert torch.equal(invariant_matmul(x, weight, bias, tile), whole), tile
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,7 +170,7 @@ def test_a_row_of_a_product_is_the_same_among_any_others(outputs: int, width: in
 )
 def test_attention_of_a_token_is_the_same_in_any_chunk(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    length, page_size = 333 if GPU else 70, 16
+    length, page_size = 1300 if GPU else 70, 16
     pages = -(-length // page_size)
 
     def random(*shape: int) -> torch.Tensor:
@@ -175,14 +182,14 @@ def test_attention_of_a_token_is_the_same_in_any_chunk(heads: int, kv_heads: int
     table[2] = torch.randperm(pages) + 1
     table[1, 0] = pages + 1
 
-    def attend(chunks: list[tuple[int, int, int]]) -> torch.Tensor:
+    def attend(chunks: list[tuple[int, int, int]], scratch: PartScratch | None = None) -> torch.Tensor:
         """Rows of (slot, past, new tokens); those of slot 2 are the queries of their positions."""
         q_TNH = torch.cat([q[past : past + new] for _, past, new in chunks])
         rows = torch.tensor(chunks, device=DEVICE)
         out = torch.full_like(q_TNH, float("nan"))
         invariant_attention(
             q_TNH, cache[0], cache[1], table, rows[:, 0].contiguous(), rows[:, 1] + rows[:, 2], rows[:, 2].cumsum(0),
-            len(chunks), 0.1, out,
+            len(chunks), 0.1, out, scratch,
         )  # fmt: skip
         return out
 
@@ -195,3 +202,9 @@ def test_attention_of_a_token_is_the_same_in_any_chunk(heads: int, kv_heads: int
     for past, new in ((0, 1), (length - 1, 1), (17, 30), (3, 40), (64, 5), (0, length - 2)):
         among = attend([(1, 2, 1), (1, 0, 9), (2, past, new), (1, 4, 3)])[10 : 10 + new]
         assert torch.equal(among, whole[past : past + new]), (past, new)
+    scratch = PartScratch.allocate(8, heads, kv_heads, dim, length, DEVICE)
+    for pasts in ([length - 1], [0, length - 2, 40, 31, 32], [33, 1]):
+        rows = [(2, past, 1) for past in pasts]
+        for side_by_side in (scratch if scratch.serves(len(rows)) else None, None):
+            assert torch.equal(attend(rows, side_by_side), whole[pasts]), (pasts, side_by_side is None)
+        assert not scratch.arrived_BK.any()

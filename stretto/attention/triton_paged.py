@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from stretto.attention.base import AttentionInputs, AttentionShape, IntArray
 from stretto.errors import NotSupported
 from stretto.kernels.decode_attention import FEW_PAIRS, DecodeWork, decode_attention, plan_decode
-from stretto.kernels.invariant_attention import invariant_attention
+from stretto.kernels.invariant_attention import PartScratch, invariant_attention
 from stretto.kernels.prefill_attention import prefill_attention
 from stretto.kernels.rope_write import HeadTransform, rope_write
 
@@ -68,13 +68,19 @@ class TritonPagedAttention:
     """Whether `expect` must be told of every step's lengths."""
 
     def __init__(
-        self, shape: AttentionShape, max_rows: int, *, prefill: PrefillKernel = "flash", invariant: bool = False
+        self,
+        shape: AttentionShape,
+        max_rows: int,
+        *,
+        prefill: PrefillKernel = "flash",
+        invariant_up_to: int | None = None,
     ) -> None:
         """Allocates the cache, zeroed, and room for steps of `max_rows` rows.
 
         `prefill`: what computes prompts without a cached prefix: torch's flash attention or the paged kernel, which
-        all others take. `invariant`: prompts and decode rows take one kernel, whose results depend on nothing but a
-        token's own row. Raises NotSupported if the heads cannot be grouped or the head dim is odd.
+        all others take. `invariant_up_to`: prompts and decode rows, of sequences of up to so many tokens, take one
+        kernel, whose results depend on nothing but a token's own row. Raises NotSupported if the heads cannot be
+        grouped or the head dim is odd.
         """
         if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
             raise NotSupported(
@@ -91,9 +97,14 @@ class TritonPagedAttention:
         self._work_for_few = DecodeWork.allocate(self._few_rows, *heads)
         self._work_for_many = DecodeWork.allocate(max_rows, *heads)
         self._rows = torch.arange(max_rows, device=shape.device)
-        self._decode_end_B = torch.arange(1, max_rows + 1, device=shape.device) if invariant else None
-        """Where rows with one token each end; None: not `invariant`."""
-        self._flash = not invariant and prefill == "flash" and shape.device.type == "cuda" and shape.dtype.itemsize == 2
+        self._decode_end_B = torch.arange(1, max_rows + 1, device=shape.device)
+        self._parts: PartScratch | None = None
+        """None: not invariant."""
+        if invariant_up_to is not None:
+            self._parts = PartScratch.allocate(max_rows, *heads[:3], invariant_up_to, shape.device)
+        self._flash = (
+            self._parts is None and prefill == "flash" and shape.device.type == "cuda" and shape.dtype.itemsize == 2
+        )
         self._step: PagedStep | None = None
         self._flash_ends: Tensor | None = None
 
@@ -155,9 +166,13 @@ class TritonPagedAttention:
             self._flash_ends = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
 
     def attend_projected(self, layer: int, qkv_TXH: Tensor, transform: HeadTransform) -> Tensor:
-        """o_TNH from the raw projection, which is changed in place: heads normed and turned, cache written. hot path"""
+        """o_TNH from the raw projection: its heads normed and turned, in place if it is not in parts, the cache written.
+
+        hot path
+        """
         step = self._current()
-        rope_write(qkv_TXH, step.positions_T, step.location_T, transform, self._keys[layer], self._values[layer])
+        cache = self._keys[layer], self._values[layer]
+        qkv_TXH = rope_write(qkv_TXH, step.positions_T, step.location_T, transform, *cache)
         heads, kv_heads = transform.num_heads, transform.num_kv_heads
         q_TNH, k_TKH, v_TKH = qkv_TXH.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         return self._attend(layer, q_TNH, k_TKH, v_TKH)
@@ -167,8 +182,8 @@ class TritonPagedAttention:
         step, shape = self._current(), self.shape
         decodes, tokens = step.num_decode, q_TNH.shape[0]
         keys, values = self._keys[layer], self._values[layer]
-        if self._decode_end_B is not None:
-            return self._attend_invariantly(q_TNH, keys, values, self._decode_end_B)
+        if self._parts is not None:
+            return self._attend_invariantly(q_TNH, keys, values, self._parts)
         use_flash = step.fresh and self._flash
         if decodes == 0 and use_flash:
             return self._flash_prefill(q_TNH, k_TKH, v_TKH)
@@ -204,7 +219,7 @@ class TritonPagedAttention:
                 )
         return out_TNH
 
-    def _attend_invariantly(self, q_TNH: Tensor, keys: Tensor, values: Tensor, decode_end_B: Tensor) -> Tensor:
+    def _attend_invariantly(self, q_TNH: Tensor, keys: Tensor, values: Tensor, parts: PartScratch) -> Tensor:
         step = self._current()
         only_decodes = step.num_decode == step.num_rows
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
@@ -215,10 +230,11 @@ class TritonPagedAttention:
             step.page_table_RM,
             step.slot_B,
             step.context_B,
-            decode_end_B if only_decodes else step.query_end_B,
+            self._decode_end_B if only_decodes else step.query_end_B,
             step.num_rows,
             self.shape.scale,
             out_TNH,
+            parts if only_decodes and parts.serves(step.num_rows) else None,
         )
         return out_TNH
 

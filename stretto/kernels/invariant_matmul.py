@@ -1,8 +1,9 @@
 """`x @ w.T + bias` whose every row is, to the bit, the same whatever other rows there are: for `deterministic`.
 
-Each element is one running sum over k from 0, in float32, in steps of a fixed number of elements: no split of k, no
-other kernel for few rows, nothing that depends on the number of rows but how many tiles there are. The shape of a tile
-depends on the weight's shape and dtype alone. Legend: M rows of x, I in-features, O out-features.
+Each element is one running sum over k from 0, in float32, by matrix instructions of 16 elements each: no split of k,
+no other arithmetic for few rows. Only which elements one program computes depends on their number. That an instruction
+for more outputs at once gives each of them the same bits is a property of the hardware, which the tests check over all
+tiles. Legend: M rows of x, I in-features, O out-features.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.kernels.jit import kernel
 from stretto.kernels.launch import dot_precision, options
 
 
@@ -28,13 +30,21 @@ class Tile:
     stages: int
 
     @classmethod
-    def of(cls, outputs: int, dtype: torch.dtype) -> Tile:
-        """For a weight of `outputs` rows. 64 rows of x are one instruction of Hopper's matrix units, at any number."""
-        if dtype == torch.float32:
-            return cls(32, 32, 32, warps=4, stages=3)
-        if outputs <= 8192:
-            return cls(64, 64, 64, warps=4, stages=5)
-        return cls(64, 128, 64, warps=4, stages=4)
+    def of(cls, rows: int, outputs: int, dtype: torch.dtype) -> Tile:
+        """The fastest measured on an H200, with enough programs for its multiprocessors."""
+        if dtype == torch.float32:  # computed by the ordinary units, in an order that the tile's shape may change
+            return _EXACT
+        for tile in TILES:
+            programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
+            if programs >= _LEAST_PROGRAMS and rows > tile.rows - 64:
+                return tile
+        return SMALLEST_TILE
+
+
+_LEAST_PROGRAMS = 96
+TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 64, 64, 4, 5))
+SMALLEST_TILE = Tile(64, 32, 128, 4, 5)
+_EXACT = Tile(32, 32, 32, 4, 3)
 
 
 def invariant_matmul_reference(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -47,12 +57,12 @@ def invariant_matmul_reference(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor |
 def invariant_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, tile: Tile | None = None) -> Tensor:
     """`invariant_matmul_reference` for any number of contiguous rows, in one kernel. Never blocks.
 
-    `tile` (for measurements): another shape than the weight's own.
+    `tile` (for measurements): another shape than `Tile.of` chooses.
     """
     rows, width = x_MI.shape
     outputs = weight_OI.shape[0]
     out_MO = torch.empty(rows, outputs, dtype=x_MI.dtype, device=x_MI.device)
-    tile = tile or Tile.of(outputs, x_MI.dtype)
+    tile = tile or Tile.of(rows, outputs, x_MI.dtype)
     if rows:
         _invariant_matmul[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
             x_MI,
@@ -74,7 +84,7 @@ def invariant_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = No
     return out_MO
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _invariant_matmul(
     x_ptr,
     weight_ptr,
