@@ -31,7 +31,7 @@ logger = logging.getLogger("stretto.ranks")
 
 Made = TypeVar("Made")
 
-LARGEST_DIRECT = 2**21
+LARGEST_DIRECT = 2**22
 """Bytes of a sum up to which the ranks write each other's memory: as far as that was measured to be faster than NCCL,
 on two H200."""
 _WAYS_TO_END_THE_PROCESS = (

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stretto.ranks")
 
-CAPACITY_WORDS = 2**19
-"""4-byte words of one exchange; a buffer is 16 bytes times this times the number of ranks."""
+FLAGGED_WORDS = 2**17
+"""4-byte words of one call up to which each has a flag (kernels/exchange.py)."""
+SIGNALLED_WORDS = 2**20
+"""Words of the largest call."""
 _LAZY_PEER_ACCESS = 1
 
 
@@ -51,8 +53,7 @@ class PeerMemory:
         self._abort_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         problem, handle = "", b""
         try:
-            nbytes = 2 * size * CAPACITY_WORDS * 8
-            self._own = self._driver.allocate(nbytes)
+            self._own = self._driver.allocate(PeerBuffers.bytes_of(size, FLAGGED_WORDS, SIGNALLED_WORDS))
             handle = self._driver.export(self._own)
         except (OSError, RuntimeError) as error:
             problem = str(error)
@@ -74,7 +75,12 @@ class PeerMemory:
             self.close()
             raise Unshareable(problems[0].decode(errors="replace"))
         self.buffers: PeerBuffers = PeerBuffers(
-            torch.tensor(addresses, dtype=torch.int64).to(device), self._state, rank, size, CAPACITY_WORDS
+            torch.tensor(addresses, dtype=torch.int64).to(device),
+            self._state,
+            rank,
+            size,
+            FLAGGED_WORDS,
+            SIGNALLED_WORDS,
         )
         torch.cuda.synchronize(device)
 

@@ -166,7 +166,7 @@ def push_flagged(words, at, inside, call, address_ptr, RANK: tl.constexpr, SIZE:
     place = ((call & 1) * SIZE + RANK) * FLAGGED
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            theirs = tl.load(address_ptr + peer).to(tl.pointer_type(tl.int64))
+            theirs = tl.multiple_of(tl.load(address_ptr + peer).to(tl.pointer_type(tl.int64)), 16)
             tl.store(theirs + place + at, flagged, mask=inside)
 
 
@@ -176,7 +176,7 @@ def await_flagged(
 ):
     """The int32 words that rank `source` has written for this rank in this call; any after an abort."""
     place = ((call & 1) * SIZE + source) * FLAGGED
-    own = tl.load(address_ptr + RANK).to(tl.pointer_type(tl.int64)) + place + at
+    own = tl.multiple_of(tl.load(address_ptr + RANK).to(tl.pointer_type(tl.int64)), 16) + place + at
     here = call.to(tl.int64) << 32
     found = tl.load(own, mask=inside, other=here, volatile=True)
     missing = tl.max(((found >> 32).to(tl.int32) != call).to(tl.int32), 0)
@@ -193,7 +193,7 @@ def _signalled_places(
 ):
     """In the buffer at `address`: the words of rank `source` in this call, and this program's signal of it."""
     part = (call & 1) * SIZE + source
-    words = (address + 16 * SIZE * FLAGGED).to(tl.pointer_type(tl.int32))
+    words = tl.multiple_of((address + 16 * SIZE * FLAGGED).to(tl.pointer_type(tl.int32)), 16)
     signals = words + 2 * SIZE * SIGNALLED
     return words + part * SIGNALLED, signals + (part * PROGRAMS + tl.program_id(0)) * 8
 

@@ -13,7 +13,7 @@ from stretto.kernels.exchange import STATE_WORDS, PeerBuffers, add_sum, add_sum_
 from tests.helpers.gpu_ranks import draw_both_ways
 from tests.helpers.tensor_parallel import Case, Found, compute
 
-CAPACITY = 8192
+FLAGGED, SIGNALLED = 512, 8192
 
 
 class WithPeers:
@@ -23,13 +23,14 @@ class WithPeers:
         """`directory`: empty, the same for all ranks."""
         self.rank, self.size = group.rank, group.size
         self._group = group
-        words = 2 * group.size * CAPACITY
+        words = PeerBuffers.bytes_of(group.size, FLAGGED, SIGNALLED) // 8
         self._buffers = [
             torch.from_file(str(directory / str(rank)), shared=True, size=words, dtype=torch.int64)
             for rank in range(group.size)
         ]
         addresses = torch.tensor([buffer.data_ptr() for buffer in self._buffers])
-        self.peers = PeerBuffers(addresses, torch.zeros(STATE_WORDS, dtype=torch.int32), self.rank, self.size, CAPACITY)
+        state = torch.zeros(STATE_WORDS, dtype=torch.int32)
+        self.peers = PeerBuffers(addresses, state, self.rank, self.size, FLAGGED, SIGNALLED)
         self._group.all_reduce(torch.zeros(1))  # every file is there
 
     def peers_for(self, x: Tensor) -> PeerBuffers | None:
