@@ -135,7 +135,7 @@ def _check_deterministic(config: EngineConfig, device: Device) -> None:
     backend = config.attention_backend
     if backend not in ("auto", "triton") or (backend == "auto" and not _on_gpu(device)):
         raise NotSupported(
-            "deterministic is built for a GPU with attention_backend 'triton': in the other backends, and on a CPU, how "
+            "deterministic is built for a GPU with attention_backend 'triton': in others, and on a CPU, how "
             "a prompt is cut into chunks changes last bits; leave it off, or run on a GPU"
         )
     if config.tensor_parallel_size > 1:
