@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.kernels import jit
 from stretto.kernels.launch import INTERPRETED
@@ -96,6 +97,13 @@ def test_constants_by_place_are_told_apart(acted: Acted) -> None:
     for block in (16, 32, 16):
         add[(1,)](X, 5, 32, 0.5, block)
     assert acted.compiled == 2
+
+
+def test_descriptors_are_left_to_triton(acted: Acted) -> None:
+    add = jit.Kernel(_add)
+    for _ in range(2):
+        add[(1,)](TensorDescriptor(X, [64], [1], [16]), 5, 32, 0.5, BLOCK=16)
+    assert (acted.compiled, acted.launches) == (2, [])
 
 
 def test_another_device_has_its_own_binary(acted: Acted, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,10 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
             return super().run(*args, grid=grid, warmup=warmup, **constants)
         device = torch._C._cuda_getDevice()
         key = (device, *map(_kind, args, self._parameters), *constants.items())
-        binary = self._binaries.get(key)
+        try:
+            binary = self._binaries.get(key)
+        except TypeError:  # an argument that nothing is known of here, a tensor descriptor say
+            return super().run(*args, grid=grid, warmup=False, **constants)
         if binary is None:
             given = dict(constants)  # Triton adds to what it gets
             compiled = super().run(*args, grid=grid, warmup=False, **given)
