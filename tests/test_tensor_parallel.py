@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
-from stretto.distributed.group import SOLO
+from stretto.distributed.group import SOLO, connect_group
+from stretto.errors import EngineBroken
 from stretto.request import SamplingParams
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tensor_parallel import Case, compute, error_of_rank_0, sample_both_ways, sum_and_gather
@@ -119,6 +121,15 @@ def test_a_rank_that_waits_in_vain_says_so(how: str, said: str, pool: RankPool) 
     assert first.startswith("rank 0 of 2: an all-reduce")
     assert said in first
     assert again.startswith("rank 0 of 2: ")
+
+
+def test_waiting_for_a_rank_that_never_comes_can_be_given_up() -> None:
+    def look() -> None:
+        raise EngineBroken("rank 1 is dead")
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(EngineBroken, match="rank 1 is dead"):
+        connect_group(store, 0, 2, torch.device("cpu"), timeout_s=2.0, look=look)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 199, 5000])

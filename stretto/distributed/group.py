@@ -102,14 +102,14 @@ def connect_group(
     *,
     host: str = "127.0.0.1",
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    look: Callable[[], None] = lambda: None,
+    look: Callable[[], None] | None = None,
 ) -> TensorGroup:
     """Join the tensor group of `size` ranks that meet in `store`; `SOLO` for one rank. Blocks until all have come.
 
     `store`: shared by the ranks, e.g. a `TCPStore`; used under the prefix "stretto/tensors" while connecting, and on a
     GPU as long as the group lives, so another thread's use of the same client may wait for it: give it a client of its
     own. `host`: the name or address of this machine at which the other ranks reach it (Gloo). `timeout_s`: how long
-    connecting, and then each collective, waits for the other ranks. `look` is called now and then while NCCL connects;
+    connecting, and then each collective, waits for the other ranks. `look` is called now and then while this connects;
     what it raises ends the wait.
 
     Gloo on a CPU, NCCL on a GPU (`device` with its index). Raises EngineBroken if the ranks do not come together,
@@ -121,12 +121,16 @@ def connect_group(
         raise ValueError(f"rank {rank} of {size}")
     own = PrefixStore("stretto/tensors", store)
     timeout = datetime.timedelta(seconds=timeout_s)
-    try:
+
+    def make() -> TensorGroup:
         if device.type == "cuda":
             from stretto.distributed.nccl_group import NcclGroup
 
-            return NcclGroup(own, rank, size, device, timeout, look)
+            return NcclGroup(own, rank, size, device, timeout)
         return GlooGroup(own, rank, size, host, timeout)
+
+    try:
+        return make() if look is None else _in_thread(make, look)
     except RuntimeError as error:  # torch's DistError is one
         raise EngineBroken(
             f"rank {rank} of {size}: the tensor group did not come together within {timeout_s:g} s: {error}"
@@ -211,6 +215,29 @@ class GlooGroup:
             raise EngineBroken(
                 f"rank {self.rank} of {self.size}: an {what} failed, another rank is lost or hangs: {error}"
             ) from error
+
+
+def _in_thread(make: Callable[[], TensorGroup], look: Callable[[], None]) -> TensorGroup:
+    """What `make` returns or raises, from a thread of its own; `look` is called meanwhile, and what it raises ends the
+    wait: the libraries wait long, or forever, for a rank that died before it came, and cannot be called off.
+    """
+    made: list[TensorGroup] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="stretto-tensors-connect", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_TICK.total_seconds())
+        look()
+    if errors:
+        raise errors[0]
+    return made[0]
 
 
 def _side_by_side(parts: list[Tensor], total: int) -> Tensor:

@@ -9,9 +9,9 @@ import datetime
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stretto.ranks")
 
-Made = TypeVar("Made")
-
 LARGEST_DIRECT = 2**22
 """Bytes of a sum up to which the ranks write each other's memory: as far as that was measured to be faster than NCCL,
 on two H200."""
@@ -39,7 +37,6 @@ _WAYS_TO_END_THE_PROCESS = (
     "TORCH_NCCL_ENABLE_MONITORING",
     "TORCH_NCCL_DUMP_ON_TIMEOUT",  # it also talks to the store for good
 )
-_LOOK_SECONDS = 0.05
 _CLOSE_SECONDS = 2.0
 
 
@@ -53,9 +50,8 @@ class NcclGroup:
         size: int,
         device: torch.device,
         timeout: datetime.timedelta,
-        look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Blocks; see `connect_group`. Raises RuntimeError, NotSupported, or what `look` raises."""
+        """Blocks; see `connect_group`. Raises RuntimeError or NotSupported."""
         try:
             from torch.distributed.distributed_c10d import ProcessGroupNCCL
         except ImportError as error:
@@ -69,18 +65,15 @@ class NcclGroup:
         self._ending: threading.Thread | None = None
         self._sum_ranks = sum_ranks
 
-        def connect() -> tuple[Any, PeerMemory | None]:
-            torch.cuda.set_device(device)  # a thread has its own current device
-            options = ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            with _own_failures():
-                group: Any = ProcessGroupNCCL(store, rank, size, options)
-            # Here, not in the first step or in the middle of a capture. (Torch's call for this may hold the GIL.)
-            group.allreduce([torch.zeros(1, device=device)]).wait()
-            torch.cuda.synchronize(device)
-            return group, self._share_memory(store)
-
-        self._group, self._memory = _in_thread(connect, look)
+        torch.cuda.set_device(device)  # every thread has its own current device
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        with _own_failures():
+            self._group: Any = ProcessGroupNCCL(store, rank, size, options)
+        # Here, not in the first step or in the middle of a capture. (Torch's own call for this may hold the GIL.)
+        self._group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+        self._memory = self._share_memory(store)
         # Not asynchronous: on the current stream itself, so that no events and no second stream come between kernels.
         self._reduce = AllreduceOptions()
         self._gather = AllgatherOptions()
@@ -177,26 +170,3 @@ def _own_failures() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _in_thread(make: Callable[[], Made], look: Callable[[], None]) -> Made:
-    """What `make` returns or raises, from a thread of its own; `look` is called meanwhile, and what it raises ends the
-    wait: NCCL waits forever for a rank that died before it came, and cannot be called off.
-    """
-    made: list[Made] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="stretto-nccl-connect", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK_SECONDS)
-        look()
-    if errors:
-        raise errors[0]
-    return made[0]

@@ -156,6 +156,17 @@ ENGINE = """
         if phase == "start" and what == "loading weights" and not hit:
             kill()
 
+    if phase == "connect":  # NCCL waits for a rank that has just died
+        from stretto.distributed import leader
+
+        real = leader.connect_group
+
+        def connect(*args, **options):
+            kill()
+            return real(*args, **options)
+
+        leader.connect_group = connect
+
     params = SamplingParams(temperature=0.8, max_tokens=16_000, ignore_eos=True, detokenize=False)
     short = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
     try:
@@ -165,7 +176,7 @@ ENGINE = """
         if phase == "prefill":
             threading.Timer(0.1, kill).start()
             llm.generate([{"prompt_token_ids": [5] * 16_000}] * 500, short, use_tqdm=False)
-        elif phase == "decode":
+        elif phase in ("decode", "decode by nccl"):
             for number, _ in enumerate(llm.stream(prompt, params)):
                 if number == 50:
                     kill()
@@ -182,17 +193,18 @@ ENGINE = """
             raise EngineBroken("closed")
     except EngineBroken as error:
         print(f"{time.monotonic() - hit:.2f} {error}", flush=True)
-    if phase != "start":
+    if phase not in ("connect", "start"):
         llm.close()
 """
 
 
 @pytest.mark.parametrize("victim", ["follower", "leader"])
-@pytest.mark.parametrize("phase", ["start", "prefill", "decode", "idle", "shutdown"])
+@pytest.mark.parametrize("phase", ["connect", "start", "prefill", "decode", "decode by nccl", "idle", "shutdown"])
 def test_a_killed_rank_ends_all(phase: str, victim: str, model: Path) -> None:
     """Within ten seconds, with its name, and no process is left."""
     command = [sys.executable, "-c", textwrap.dedent(ENGINE), str(model), phase, victim]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment["STRETTO_DISABLE_PEER_MEMORY"] = str(int(phase == "decode by nccl"))
     with (
         nothing_left(),
         subprocess.Popen(
