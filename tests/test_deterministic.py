@@ -44,7 +44,7 @@ def _weights_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tiny_model(tiny_config("qwen3")), tmp_path_factory.mktemp("qwen3")).path
+    return save(tiny_model(tiny_config("qwen3", num_hidden_layers=2)), tmp_path_factory.mktemp("qwen3")).path
 
 
 @contextmanager
