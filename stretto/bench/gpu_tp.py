@@ -14,7 +14,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -222,9 +222,9 @@ def main() -> None:
     depths = options.depth or [1, 0, 2]
     full = options.workload or ["w2:1:128", "w2:32:256", "w2:128:256", "w1"]
     short = options.ablation or ["w2:1:128", "w2:32:128", "w2:128:128"]
-    setups = [(Setup(options.model, ranks, depths[0]), full) for ranks in (1, options.ranks)]
-    setups += [(Setup(options.model, options.ranks, depth, 128), short) for depth in depths[1:]]
-    setups.append((Setup(options.model, options.ranks, depths[0], 128, peer_memory=False), short))
+    compared = [(Setup(options.model, ranks, depths[0]), full) for ranks in (1, options.ranks)]
+    ablation = [(Setup(options.model, options.ranks, depth, 128), short) for depth in depths[1:]]
+    ablation.append((Setup(options.model, options.ranks, depths[0], 128, peer_memory=False), short))
     report: dict[str, object] = {"environment": environment()}
     rows: list[Measurement] = []
     checks: list[Agreement] = []
@@ -236,20 +236,24 @@ def main() -> None:
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(report, indent=1))
 
-    with tempfile.TemporaryDirectory() as root:
+    def measure_all(setups: Sequence[tuple[Setup, Sequence[str]]], root: Path) -> None:
         for setup, names in setups:
-            with started(setup, Path(root)) as runtime:
+            with started(setup, root) as runtime:
                 run(runtime, workloads.warm_up())
                 for name in names:
                     rows.append(measure(runtime, setup, name))
                     print(_line(rows[-1]), flush=True)
                     write()
-        for depth in sorted(depths) if options.check_steps else ():
+
+    with tempfile.TemporaryDirectory() as root:
+        measure_all(compared, Path(root))
+        for depth in depths if options.check_steps else ():
             setup = Setup(options.model, options.ranks, depth, 48)
             with started(setup, Path(root), check=True) as runtime:
                 checks.append(agree(runtime, setup, options.check_steps))
                 print(checks[-1], flush=True)
                 write()
+        measure_all(ablation, Path(root))
 
 
 def _line(m: Measurement) -> str:

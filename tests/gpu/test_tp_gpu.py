@@ -198,8 +198,11 @@ ENGINE = """
 """
 
 
-@pytest.mark.parametrize("victim", ["follower", "leader"])
-@pytest.mark.parametrize("phase", ["connect", "start", "prefill", "decode", "decode by nccl", "idle", "shutdown"])
+PHASES = ["connect", "start", "prefill", "decode", "decode by nccl", "idle", "shutdown"]
+KILLS = [(phase, "follower") for phase in PHASES] + [(phase, "leader") for phase in ("start", "decode", "idle")]
+
+
+@pytest.mark.parametrize(("phase", "victim"), KILLS, ids=[f"{victim} in {phase}" for phase, victim in KILLS])
 def test_a_killed_rank_ends_all(phase: str, victim: str, model: Path) -> None:
     """Within ten seconds, with its name, and no process is left."""
     command = [sys.executable, "-c", textwrap.dedent(ENGINE), str(model), phase, victim]
