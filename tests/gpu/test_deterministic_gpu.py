@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.engine.logprobs import write_logprobs
+from stretto.engine.sampler import SampledOut
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
 from tests.gpu.test_cuda_engine import model, started
@@ -112,6 +114,28 @@ def test_tokens_with_and_without_logprobs(model: Path, options: dict[str, float]
                 runtime.step()
             streams.append(runtime.output_ids(requests[0]).tolist())
     assert streams[0] == streams[1] == streams[2]
+
+
+@pytest.mark.parametrize("vocabulary", [151_936, 9_001, 9_002, 777])
+def test_log_probabilities_do_not_depend_on_the_place_in_the_batch(vocabulary: int) -> None:
+    rows = 9
+    logits = torch.randn(1, vocabulary, device="cuda").mul(3).expand(rows, -1).contiguous()
+    out = SampledOut.allocate(rows, 5, torch.device("cuda"))
+    tokens = torch.full((rows,), 17, device="cuda")
+    write_logprobs(
+        logits,
+        tokens,
+        5,
+        logprob_S=out.logprob_S,
+        rank_S=out.rank_S,
+        top_ids_SL=out.top_ids_SL,
+        top_logprobs_SL=out.top_logprobs_SL,
+    )
+    assert len(out.logprob_S.unique()) == 1
+    assert len(out.top_logprobs_SL.unique(dim=0)) == 1
+    exact = logits[0].double().log_softmax(0)
+    assert float(out.logprob_S[0]) == pytest.approx(float(exact[17]), abs=1e-5)
+    assert out.top_ids_SL[0].tolist() == exact.topk(5).indices.tolist()
 
 
 def test_the_default_mode_differs(model: Path) -> None:
