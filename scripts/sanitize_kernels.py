@@ -22,7 +22,16 @@ import stretto.kernels
 from stretto.config import SchedulerConfig
 from stretto.engine.staging import PlanLayout
 from stretto.engine.tables import DeviceTables
-from stretto.kernels import elementwise, exchange, plan, sampling, sampling_filters, small_matmul, split_sampling
+from stretto.kernels import (
+    elementwise,
+    exchange,
+    few_rows,
+    plan,
+    sampling,
+    sampling_filters,
+    small_matmul,
+    split_sampling,
+)
 from stretto.kernels.decode_attention import DecodeWork, Tuning, decode_attention, plan_decode
 from stretto.kernels.invariant_attention import PartScratch, invariant_attention
 from stretto.kernels.invariant_matmul import invariant_matmul
@@ -89,10 +98,18 @@ def products_and_rows() -> None:
     elementwise.add_rms_norm(low(3, 200), low(3, 200), low(200), 1e-6)
     elementwise.add_rms_norm(low(1, 200), None, low(200), 1e-6)
     elementwise.silu_and_mul(low(3, 2 * 1100))
+    elementwise.add_rms_norm(low(3, 200), floats(2, 3, 200), low(200), 1e-6)
+    elementwise.sum_parts(floats(2, 3, 200), DTYPE)
+    for norm, gate in ((small_matmul.Norm(low(200), 1e-6), True), (None, False)):
+        small_matmul.small_matmul(low(1, 200), low(98, 200), low(98), norm=norm, gate=gate)
+    small_matmul.small_matmul(low(1, 200), low(49, 200), add_to=low(1, 49))
+    for rows in (3, 17):
+        for width in (64, 1288):  # whole, and in parts
+            few_rows.few_rows_matmul(low(rows, width), low(98, width), low(98))
+        few_rows.few_rows_matmul(low(rows, 200), low(98, 200), whole=True)
+        few_rows.few_rows_matmul(low(rows, 200).half(), low(98, 200).half())
+        few_rows.few_rows_gated(low(rows, 200), low(98, 200), low(98))
     for rows in (1, 3, 17):
-        for norm, gate in ((small_matmul.Norm(low(200), 1e-6), True), (None, False)):
-            small_matmul.small_matmul(low(rows, 200), low(98, 200), low(98), norm=norm, gate=gate)
-        small_matmul.small_matmul(low(rows, 200), low(49, 200), add_to=low(rows, 49))
         invariant_matmul(low(rows, 200), low(130, 200), low(130))
     invariant_matmul(low(70, 64), low(8200, 64))
     for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 96)):

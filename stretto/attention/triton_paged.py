@@ -166,7 +166,7 @@ class TritonPagedAttention:
             self._flash_ends = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
 
     def attend_projected(self, layer: int, qkv_TXH: Tensor, transform: HeadTransform) -> Tensor:
-        """o_TNH from the raw projection: its heads normed and turned, in place if it is not in parts, the cache written.
+        """o_TNH from the raw projection: heads normed and turned, in place unless it is in parts, the cache written.
 
         hot path
         """

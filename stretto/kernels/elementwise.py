@@ -32,10 +32,7 @@ def add_rms_norm(residual_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor
     """`add_rms_norm_reference` in one kernel. Rows contiguous. Never blocks."""
     rows, width = residual_TD.shape
     out_TD = torch.empty_like(residual_TD)
-    if update_TD is None:
-        parts = 0
-    else:
-        parts = 1 if update_TD.dim() == 2 else update_TD.shape[0]
+    parts = 0 if update_TD is None else (1 if update_TD.dim() == 2 else update_TD.shape[0])
     _add_rms_norm[(rows,)](
         residual_TD,
         residual_TD if update_TD is None else update_TD,

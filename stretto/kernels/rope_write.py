@@ -1,8 +1,8 @@
 """Norm of q and k heads, rotary turn, and the write of new keys and values into their pages, in one kernel.
 
-The projection may come in parts: float32 [S, T, X, H], whose sum over S it is (`few_rows.py`).
+The projection may come in parts: float32 [parts, T, X, H], whose sum it is (`few_rows.py`).
 
-Legend: S parts, T tokens, N query heads, K kv heads, Q = N + K, X = N + 2 K, H head dim, P pages, S page size, L positions.
+Legend: T tokens, N query heads, K kv heads, Q = N + K, X = N + 2 K, H head dim, P pages, S page size, L positions.
 Head dimensions are in pair order: elements 2i and 2i + 1 turn together (models/rope.py).
 """
 
@@ -169,6 +169,9 @@ def _rope_write(
         tl.extra.cuda.gdc_wait()
     is_q = group < q_groups
     is_v = group >= q_groups + kv_groups
+    # At once, as each costs a trip to memory.
+    position = tl.load(positions_ptr + token)
+    location = tl.load(location_ptr + token)
     # Heads counted over q, then k, then v; `kv_head` within k or v.
     if is_q:
         kv_head = group * GROUP + within
@@ -189,7 +192,6 @@ def _rope_write(
     else:
         x = tl.load(qkv_ptr + place, mask=inside, other=0.0)
     if not is_v:
-        position = tl.load(positions_ptr + token)
         turns = tl.load(turns_ptr + position * DIM + d, mask=d < DIM, other=0.0)
         heads_norm = norm_ptr + (first + kv_head)[:, None] * DIM + d[None, :]
         x = transformed(x, heads_norm, turns, eps, inside, GROUP, DIM, BLOCK, NORM)
@@ -197,7 +199,6 @@ def _rope_write(
     elif PARTS > 0:
         tl.store(out_ptr + place, x, mask=inside)
     if not is_q:
-        location = tl.load(location_ptr + token)
         offset = (
             (location // PAGE) * page_stride + kv_head[:, None] * (PAGE * DIM) + (location % PAGE) * DIM + d[None, :]
         )

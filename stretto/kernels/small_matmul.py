@@ -1,8 +1,8 @@
-"""Matrix products of a few rows: bound by reading the weights once, fused with what comes before and after them.
+"""Matrix products of one row: bound by reading the weights once, fused with what comes before and after them.
 
-`x @ w.T` for one row (`gemv`) and for up to 64 (`skinny`), either with an RMS norm of x in front and with a bias, a
-SiLU gate or an addition to the residual stream behind. One program reads a few whole rows of the weight; for one row of
-x it does so before it waits for the kernel in front of it (see `launch.py`), as weights depend on nothing.
+`x @ w.T`, either with an RMS norm of x in front and with a bias, a SiLU gate or an addition to the residual stream
+behind. One program reads a few whole rows of the weight, before it waits for the kernel in front of it (see
+`launch.py`), as weights depend on nothing. More rows: `few_rows.py`.
 
 Legend: M rows of x, I in-features, O out-features, F ffn.
 """
@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.elementwise import add_rms_norm_reference, silu_and_mul_reference
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import dot_precision, options
+from stretto.kernels.launch import options
 
-MAX_ROWS = 64
 _MAX_CHUNK = 4096
 
 
@@ -63,44 +61,29 @@ def small_matmul(
     gate: bool = False,
     add_to: Tensor | None = None,
 ) -> Tensor:
-    """`small_matmul_reference` in one kernel, for 1 to `MAX_ROWS` contiguous rows. Never blocks."""
-    rows, width = x_MI.shape
+    """`small_matmul_reference` in one kernel, for one contiguous row. Never blocks."""
+    width = x_MI.shape[1]
     outputs = weight_OI.shape[0] // 2 if gate else weight_OI.shape[0]
-    out = torch.empty(rows, outputs, dtype=x_MI.dtype, device=x_MI.device) if add_to is None else add_to
-    arguments = (x_MI, x_MI if norm is None else norm.weight, weight_OI, x_MI if bias_O is None else bias_O, out)
-    eps = 0.0 if norm is None else norm.eps
-    flags = {"NORM": norm is not None, "GATE": gate, "ADD": add_to is not None, "BIAS": bias_O is not None}
-    if rows == 1:
-        block_n, warps = gemv_blocks(outputs, width, gate)
-        chunk = min(_MAX_CHUNK, triton.next_power_of_2(width))
-        _gemv[(triton.cdiv(outputs, block_n),)](
-            *arguments,
-            eps,
-            OUTPUTS=outputs,
-            WIDTH=width,
-            BLOCK_N=block_n,
-            CHUNK=chunk,
-            CHUNKS=triton.cdiv(width, chunk),
-            **flags,
-            num_warps=warps,
-            **options(x_MI.device),
-        )
-        return out
-    block_m = max(16, triton.next_power_of_2(rows))
-    block_n, block_k, stages = skinny_blocks(outputs, width, block_m, gate)
-    _skinny[(triton.cdiv(outputs, block_n),)](
-        *arguments,
-        rows,
-        eps,
+    out = x_MI.new_empty(1, outputs) if add_to is None else add_to
+    block_n, warps = gemv_blocks(outputs, width, gate)
+    chunk = min(_MAX_CHUNK, triton.next_power_of_2(width))
+    _gemv[(triton.cdiv(outputs, block_n),)](
+        x_MI,
+        x_MI if norm is None else norm.weight,
+        weight_OI,
+        x_MI if bias_O is None else bias_O,
+        out,
+        0.0 if norm is None else norm.eps,
         OUTPUTS=outputs,
         WIDTH=width,
-        BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        **flags,
-        PRECISION=dot_precision(x_MI.dtype),
-        num_warps=4,
-        num_stages=stages,
+        CHUNK=chunk,
+        CHUNKS=triton.cdiv(width, chunk),
+        NORM=norm is not None,
+        GATE=gate,
+        ADD=add_to is not None,
+        BIAS=bias_O is not None,
+        num_warps=warps,
         **options(x_MI.device),
     )
     return out
@@ -115,13 +98,6 @@ def gemv_blocks(outputs: int, width: int, gate: bool) -> tuple[int, int]:
     if width <= 2048:
         return (8, 8) if outputs > 2048 else (2, 4)
     return (8, 8) if width < 4096 else (4, 4)
-
-
-def skinny_blocks(outputs: int, width: int, block_m: int, gate: bool) -> tuple[int, int, int]:
-    """(rows of the weight per program, columns per turn, turns in flight) for several rows of x."""
-    block_n = 16 if outputs <= 8192 else 32
-    block_k = 128 if width % 256 or block_m > 32 or gate else 256
-    return block_n, block_k, 4
 
 
 @kernel
@@ -186,68 +162,3 @@ def _gemv(
     if ADD:
         acc += tl.load(out_ptr + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)
     tl.store(out_ptr + n, acc.to(out_ptr.dtype.element_ty), mask=n < OUTPUTS)
-
-
-@kernel(do_not_specialize=["num_rows"])
-def _skinny(
-    x_ptr,
-    norm_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    num_rows,
-    eps,
-    OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
-    GATE: tl.constexpr,
-    ADD: tl.constexpr,
-    BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    w_rows = weight_ptr + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
-    x_rows = x_ptr + m[:, None] * WIDTH + k[None, :]
-    n_inside = (n < OUTPUTS)[:, None]
-    m_inside = (m < num_rows)[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        k_inside = (start + k < WIDTH)[None, :]
-        w = tl.load(w_rows + start, mask=n_inside & k_inside, other=0.0)
-        x = tl.load(x_rows + start, mask=m_inside & k_inside, other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            weight = tl.load(norm_ptr + start + k, mask=start + k < WIDTH, other=0.0).to(tl.float32)
-            x = (wide * weight[None, :]).to(w.dtype)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
-        if GATE:
-            w_up = tl.load(w_rows + OUTPUTS * WIDTH + start, mask=n_inside & k_inside, other=0.0)
-            acc_up = tl.dot(x, tl.trans(w_up), acc_up, input_precision=PRECISION)
-    if NORM:
-        factor = 1.0 / tl.sqrt(squares / WIDTH + eps)
-        acc = acc * factor[:, None]
-        if GATE:
-            acc_up = acc_up * factor[:, None]
-    if BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
-        if GATE:
-            acc_up += tl.load(bias_ptr + OUTPUTS + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
-    if GATE:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
-    place = out_ptr + m[:, None] * OUTPUTS + n[None, :]
-    inside = m_inside & (n < OUTPUTS)[None, :]
-    if ADD:
-        acc += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.errors import NotSupported
-from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
+from stretto.kernels import few_rows
+from stretto.kernels.elementwise import add_rms_norm, silu_and_mul, sum_parts
 from stretto.kernels.exchange import add_sum, add_sum_rms_norm
 from stretto.kernels.rope_write import HeadTransform
 from stretto.kernels.small_matmul import Norm, small_matmul
@@ -27,13 +28,19 @@ from stretto.models.config import ModelConfig
 from stretto.models.decoder import Decoder
 
 AttendProjected = Callable[[int, Tensor, HeadTransform], Tensor]
-"""(layer, qkv_TXH, transform) -> o_TNH."""
+"""(layer, qkv_TXH, transform) -> o_TNH. The projection may come in parts, float32 [S, T, X, H]."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x_TI, weight_OI, bias_O) -> y_TO."""
 
 SMALL_ROWS = 1
-"""Up to this many rows, products run in `small_matmul`, fused with norms, gates and additions; beyond it in cuBLAS."""
+"""Up to this many rows, products run in `small_matmul`, fused with norms, gates and additions."""
+
+FEW_ROWS = few_rows.MAX_ROWS
+"""Up to this many rows, products of decode steps run in `few_rows`; beyond it, and in steps with prompts, in cuBLAS."""
+
+WIDEST_FEW_ROWS_HEAD = 2048
+"""Of heads over wider hidden states no product of few rows was measured."""
 
 WIDEST_GATE = 2048
 """For wider hidden states cuBLAS and a kernel for the gate beat the fused product (measured on an H200)."""
@@ -80,7 +87,7 @@ class FusedDecoder:
     def __init__(self, decoder: Decoder, *, small_rows: int = SMALL_ROWS, product: Product = F.linear) -> None:
         """Raises NotSupported for weights in a packed format (a CPU's).
 
-        `product`: for more than `small_rows` rows.
+        `product`: for more than `small_rows` rows; another one than cuBLAS's is used for any number of them.
         """
         config = decoder.config
         turns_LH = decoder.rope.turns_LH
@@ -108,6 +115,7 @@ class FusedDecoder:
         self.config: ModelConfig = config
         self.decoder = decoder
         self.small_rows = small_rows
+        self._few_rows = FEW_ROWS if product is F.linear else 0
         self.embedding_VD = decoder.embedding.weight_VD
         """The rank's part of the table."""
         embedding = decoder.embedding
@@ -131,23 +139,58 @@ class FusedDecoder:
         """Complete, in place, rows that were read from `embedding_VD`, zeros for ids that it lacks. hot path"""
         self.group.all_reduce(residual_TD)
 
-    def forward(self, residual_TD: Tensor, attend: AttendProjected) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, residual_TD: Tensor, attend: AttendProjected, *, decodes: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """(residual, update): what the last norm reads is residual + the sum of all ranks' updates.
 
-        Changes `residual_TD` in place. hot path
+        Changes `residual_TD` in place. `decodes`: the step will be replayed often, so that the host's time for it does
+        not count. An update [S, T, D] is in parts. hot path
         """
-        if residual_TD.shape[0] <= self.small_rows:
+        rows = residual_TD.shape[0]
+        if rows <= self.small_rows:
             for index, layer in enumerate(self._layers):
                 self._small_layer(index, layer, residual_TD, attend)
             return residual_TD, None
-        update_TD: Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            norm = layer.attention_norm
-            x_TD = self._add_norm(residual_TD, update_TD, norm)
-            o_TNH = attend(index, self._heads(layer.qkv(x_TD)), layer.transform)
-            x_TD = self._add_norm(residual_TD, layer.o(o_TNH.flatten(1)), layer.mlp_norm)
-            update_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
-        return residual_TD, update_TD
+        if decodes and rows <= self._few_rows:
+            return residual_TD, self._few_rows_layers(residual_TD, attend)
+        result = self.enter(residual_TD)
+        for index in range(self.num_layers):
+            result = self.follow(index, residual_TD, self.attend(index, result, attend))
+        return residual_TD, result
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._layers)
+
+    @property
+    def weights_per_layer(self) -> int:
+        """Elements of a layer's matrices; of a split model, this rank's."""
+        layer = self._layers[0]
+        return sum(matrix.weight_OI.numel() for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down))
+
+    def enter(self, residual_TD: Tensor) -> Tensor:
+        """What is before the first attention: qkv_TX. The same for any number of rows. hot path"""
+        first = self._layers[0]
+        return first.qkv(self._add_norm(residual_TD, None, first.attention_norm))
+
+    def attend(self, index: int, qkv_TX: Tensor, attend: AttendProjected) -> Tensor:
+        """Layer `index`'s attention: o_TI. hot path"""
+        return attend(index, self._heads(qkv_TX), self._layers[index].transform).flatten(1)
+
+    def follow(self, index: int, residual_TD: Tensor, o_TI: Tensor) -> Tensor:
+        """What is between layer `index`'s attention and the next one: qkv_TX; after the last one the update_TD.
+
+        Changes `residual_TD` in place. hot path
+        """
+        layer = self._layers[index]
+        x_TD = self._add_norm(residual_TD, layer.o(o_TI), layer.mlp_norm)
+        update_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
+        if index == self.num_layers - 1:
+            return update_TD
+        following = self._layers[index + 1]
+        return following.qkv(self._add_norm(residual_TD, update_TD, following.attention_norm))
 
     def logits(self, residual_SD: Tensor, update_SD: Tensor | None) -> Tensor:
         """Logits of rows of what `forward` gave, [S, V] in the weights' dtype, the same on every rank. hot path"""
@@ -163,7 +206,31 @@ class FusedDecoder:
         norm, head = self._final_norm, self._head
         if residual_SD.shape[0] <= self.small_rows and update_SD is None:
             return small_matmul(residual_SD, head.weight_OI, head.bias_O, norm=norm)
-        return head(self._add_norm(residual_SD, update_SD, norm))
+        x_SD = self._add_norm(residual_SD, update_SD, norm)
+        if 1 < x_SD.shape[0] <= self._few_rows and x_SD.shape[1] <= WIDEST_FEW_ROWS_HEAD:
+            return few_rows.few_rows_matmul(x_SD, head.weight_OI, head.bias_O, whole=True)
+        return head(x_SD)
+
+    def _few_rows_layers(self, residual_TD: Tensor, attend: AttendProjected) -> Tensor:
+        """All layers, their sums of products left in parts for the kernels behind them; the last update."""
+        update_TD: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
+            x_TD = self._add_norm(residual_TD, update_TD, layer.attention_norm)
+            qkv_TX = few_rows.few_rows_matmul(x_TD, qkv.weight_OI, qkv.bias_O)
+            o_TNH = attend(index, self._heads(qkv_TX), layer.transform)
+            update_TD = self._few_rows_update(o_TNH.flatten(1), o)
+            x_TD = self._add_norm(residual_TD, update_TD, layer.mlp_norm)
+            gated_TF = few_rows.few_rows_gated(x_TD, gate_up.weight_OI, gate_up.bias_O)
+            update_TD = self._few_rows_update(gated_TF, down)
+        assert update_TD is not None  # a config has at least one layer
+        return update_TD
+
+    def _few_rows_update(self, x_TI: Tensor, matrix: Matrix) -> Tensor:
+        product_TD = few_rows.few_rows_matmul(x_TI, matrix.weight_OI, matrix.bias_O)
+        if self.group.size > 1 and product_TD.dim() == 3:  # ranks exchange what is whole, and half as wide
+            return sum_parts(product_TD, x_TI.dtype)
+        return product_TD
 
     def _small_layer(self, index: int, layer: FusedLayer, residual_TD: Tensor, attend: AttendProjected) -> None:
         qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
@@ -206,7 +273,7 @@ class FusedDecoder:
         return add_rms_norm(residual_TD, update_TD, norm.weight, norm.eps)
 
     def _heads(self, qkv_TX: Tensor) -> Tensor:
-        return qkv_TX.view(qkv_TX.shape[0], -1, self.config.head_dim)
+        return qkv_TX.unflatten(-1, (-1, self.config.head_dim))
 
 
 def _norm(norm: RMSNorm) -> Norm:

@@ -13,6 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 TARGET = GPUTarget("cuda", 90, 32)
 _POINTERS = {
@@ -38,6 +39,9 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
         if parameter.is_constexpr:
             signature[parameter.name] = "constexpr"
             constants[index,] = value
+        elif isinstance(value, TensorDescriptor):
+            block = ",".join(map(str, value.block_shape))
+            signature[parameter.name] = f"tensordesc<{_POINTERS[value.base.dtype][1:]}[{block}]>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = _POINTERS[value.dtype]
             attributes[index,] = [["tt.divisibility", 16]]
@@ -55,6 +59,7 @@ def compile_all() -> None:
         decode_attention,
         elementwise,
         exchange,
+        few_rows,
         invariant_attention,
         invariant_matmul,
         jit,
@@ -79,6 +84,8 @@ def compile_all() -> None:
         return torch.zeros(shape, dtype=torch.int64)
 
     elementwise.add_rms_norm(bf16(2, 1024), bf16(2, 1024), bf16(1024), 1e-6)
+    elementwise.add_rms_norm(bf16(2, 1024), torch.zeros(4, 2, 1024), bf16(1024), 1e-6)
+    elementwise.sum_parts(torch.zeros(4, 2, 1024), torch.bfloat16)
     elementwise.silu_and_mul(bf16(2, 2048))
     peers = exchange.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**11, 2**19)
     exchange.sum_ranks(bf16(3, 1024), peers)
@@ -86,6 +93,7 @@ def compile_all() -> None:
     exchange.add_sum_rms_norm(bf16(2, 1024), bf16(2, 1024), bf16(1024), 1e-6, peers)
     transform = rope_write.HeadTransform(16, 8, bf16(24, 128), 1e-6, torch.zeros(64, 128))
     cache = bf16(2, 8, 8, 16, 128)
+    rope_write.rope_write(torch.zeros(2, 2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
     rope_write.rope_write(bf16(2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
     work = decode_attention.DecodeWork.allocate(4, 16, 8, 128, cpu)
     rows = (longs(9, 4), longs(4), longs(4))
@@ -103,9 +111,12 @@ def compile_all() -> None:
     )
     for count, outputs in ((9, 1024), (9, 9000), (300, 5000), (3000, 9000)):
         invariant_matmul.invariant_matmul(bf16(count, 1024), bf16(outputs, 1024), bf16(outputs))
-    for count in (1, 20):
-        for norm, gate in ((products.Norm(bf16(1024), 1e-6), True), (None, False)):
-            products.small_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512), norm=norm, gate=gate)
+    for norm, gate in ((products.Norm(bf16(1024), 1e-6), True), (None, False)):
+        products.small_matmul(bf16(1, 1024), bf16(512, 1024), bf16(512), norm=norm, gate=gate)
+    for count in (8, 64):
+        few_rows.few_rows_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512))
+        few_rows.few_rows_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512), whole=True)
+        few_rows.few_rows_gated(bf16(count, 1024), bf16(512, 1024))
     logits, scratch = bf16(3, 9001), sampling.SampleScratch.allocate(3, 9001, cpu)
     floats = torch.zeros(9)
     rows = (longs(3), longs(3), floats, longs(9), longs(9, 64), longs(9), longs(3), scratch)

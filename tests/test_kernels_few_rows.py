@@ -1,0 +1,115 @@
+"""Products of few rows compute what their plain-torch reference says, and a row's result is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stretto.kernels.elementwise import add_rms_norm, add_rms_norm_reference, sum_parts
+from stretto.kernels.few_rows import (
+    MAX_ROWS,
+    cut,
+    few_rows_gated,
+    few_rows_matmul,
+    few_rows_matmul_reference,
+)
+from stretto.kernels.rope_write import HeadTransform, rope_write, rope_write_reference
+from tests.test_kernels import DEVICE, GPU, random
+from tests.test_kernels import assert_close as assert_close_as_usual
+
+# What the interpreter cannot multiply in bfloat16 it does in float16.
+DTYPES = [torch.float32, torch.bfloat16 if GPU else torch.float16]
+
+SHAPES = [(64, 48), (200, 72), (1024, 40), (1288, 130), (45, 20)]
+LARGE = [(1024, 4096), (2048, 1024), (3072, 1024), (4096, 6144), (12288, 4096), (1024, 151_936)] if GPU else []
+GATED = [(64, 24), (200, 36), (45, 33), *([(1024, 3072), (4096, 12288)] if GPU else [])]
+ROWS = [2, 3, 8, 17, 32, 64] if GPU else [2, 17]
+
+
+def total(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return y if y.dim() == 2 else y.sum(0).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert_close_as_usual(actual, expected, 1e-5 if actual.dtype == torch.float32 else 1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("width", "outputs"), SHAPES + LARGE)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_few_rows_matmul(rows: int, width: int, outputs: int, biased: bool, whole: bool, dtype: torch.dtype) -> None:
+    x, weight = random(rows, width, dtype=dtype), random(outputs, width, dtype=dtype) / width**0.5
+    bias = random(outputs, dtype=dtype) if biased else None
+    actual = few_rows_matmul(x, weight, bias, whole=whole)
+    assert actual.dim() == 2 or not whole
+    assert_close(total(actual, dtype), few_rows_matmul_reference(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("width", "ffn"), [(64, 24), (200, 36), (45, 33), *([(1024, 3072), (4096, 12288)] if GPU else [])]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_rows_gated(rows: int, width: int, ffn: int, biased: bool, dtype: torch.dtype) -> None:
+    x, weight = random(rows, width, dtype=dtype), random(2 * ffn, width, dtype=dtype) / width**0.5
+    bias = random(2 * ffn, dtype=dtype) if biased else None
+    assert_close(few_rows_gated(x, weight, bias), few_rows_matmul_reference(x, weight, bias, gate=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="the interpreter sums as numpy likes")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "outputs"), [(1288, 130), (1024, 4096), (3072, 1024), (4096, 6144)])
+def test_a_rows_result_is_its_own(width: int, outputs: int, dtype: torch.dtype) -> None:
+    """To the bit, whatever the number of rows: a choice by rows must not cut the sums differently."""
+    x, weight = random(MAX_ROWS, width, dtype=dtype), random(outputs, width, dtype=dtype)
+    all_rows = few_rows_matmul(x, weight)
+    gated = few_rows_gated(x, weight)
+    for rows in (2, 8, 32):
+        first = x[:rows].clone()
+        assert torch.equal(few_rows_matmul(first, weight), all_rows[..., :rows, :])
+        assert torch.equal(few_rows_gated(first, weight), gated[:rows])
+
+
+def test_cuts_cover_all_columns() -> None:
+    for outputs, width in ((4096, 1024), (1024, 3072), (6144, 4096), (24576, 4096), (4096, 12288), (72, 200), (48, 45)):
+        for whole in (False, True):
+            for itemsize in (2, 4):
+                how = cut(outputs, width, itemsize, whole=whole)
+                assert (how.num_spans - 1) * how.span < width <= how.num_spans * how.span
+                assert not how.step or how.span % how.step == 0
+                assert how.prefetch <= how.span
+                assert not whole or how.num_spans == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [2, 6])
+def test_parts_are_summed_by_what_reads_them(parts: int, dtype: torch.dtype) -> None:
+    rows, heads, kv_heads, dim = 5, 4, 2, 64
+    residual, weight = random(rows, 1500, dtype=dtype), random(1500, dtype=dtype)
+    update = random(parts, rows, 1500)
+    expected_residual = residual.clone()
+    expected = add_rms_norm_reference(expected_residual, update, weight, 1e-6)
+    assert_close(add_rms_norm(residual, update, weight, 1e-6), expected)
+    assert_close(residual, expected_residual)
+    assert_close(sum_parts(update, dtype), update.sum(0).to(dtype))
+    angle = torch.randn(50, dim // 2, device=DEVICE)
+    turns = torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).flatten(1)
+    transform = HeadTransform(heads, kv_heads, random(heads + kv_heads, dim, dtype=dtype), 1e-6, turns)
+    qkv = random(parts, rows, heads + 2 * kv_heads, dim)
+    positions, locations = torch.randint(0, 50, (rows,), device=DEVICE), torch.randperm(64, device=DEVICE)[:rows]
+    caches = [torch.zeros(2, 4, kv_heads, 16, dim, dtype=dtype, device=DEVICE) for _ in range(2)]
+    turned = rope_write(qkv, positions, locations, transform, caches[0][0], caches[0][1])
+    expected = rope_write_reference(qkv, positions, locations, transform, caches[1][0], caches[1][1])
+    assert_close(turned, expected)
+    assert_close(caches[0], caches[1])
