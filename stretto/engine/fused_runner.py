@@ -145,7 +145,7 @@ class FusedRunner:
         )
         model.embed_split(residual_BD)
         attention.begin(self._paged_step(rows, rows, fresh=True, longest=1))
-        hidden = model.forward(residual_BD, attention.attend_projected)
+        hidden = model.forward(residual_BD, attention.attend_projected, decodes=True)
         if kind == WHOLE and self._peers is not None:
             return self._sample_split(*hidden, inputs.slot_B, inputs.context_B)
         logits_SV = model.logits(*hidden)
