@@ -5,7 +5,7 @@ Interpreted on a CPU (without graphs), compiled and captured on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from stretto.assembly import assemble
 from stretto.config import EngineConfig
 from stretto.engine.fused_runner import FusedRunner
+from stretto.engine.pieces import LayerPieces
 from stretto.models.resolve import ResolvedModel
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
@@ -184,3 +185,45 @@ def test_the_warm_up_leaves_nothing_behind(tiny: Tiny) -> None:
         assert runtime.device.call(lambda: engine.tables.length_R.tolist()) == [0] * len(engine.tables.length_R)
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         assert outputs_of(runtime, PROMPTS[:1], params) == [expected[0][:2]]
+
+
+class Repeated:
+    """Stands in for a CUDA graph where there is none: repeats the work itself."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._work()
+
+    def reset(self) -> None:
+        pass
+
+
+@pytest.mark.skipif(GPU, reason="a GPU captures the pieces itself, in all tests of this file")
+def test_layers_in_pieces_change_no_token(tiny: Tiny) -> None:
+    resolved, expected = tiny
+    recorded: list[Repeated] = []
+
+    def record(work: Callable[[], None]) -> Repeated:
+        recorded.append(Repeated(work))
+        return recorded[-1]
+
+    with started(resolved.path, max_num_batched_tokens=40, max_num_seqs=5, overlap_depth=1) as runtime:
+        runner = runtime.engine.runner
+        assert isinstance(runner, FusedRunner)
+        pieces = LayerPieces(runner._model, (8, 24), torch.device("cpu"))
+        assert not pieces.serves(1)
+        runtime.device.call(lambda: pieces.capture(record))
+        assert [pieces.serves(tokens) for tokens in (1, 24, 25)] == [True, True, False]
+        runner._pieces = pieces
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        assert outputs_of(runtime, PROMPTS[:2], params) == expected[:2]
+        assert outputs_of(runtime, PROMPTS[3:], params) == expected[3:]
+        pieces.release()
+        assert not pieces.serves(1)
+    layers = runner._model.num_layers
+    assert len(recorded) == 2 * (layers + 1)
+    assert {one.replays for one in recorded} == {1}  # each size served one step: 5 tokens together, and 9

@@ -2,7 +2,7 @@
 
 A step whose rows all decode is derived from the device's tables alone, padded to a size of the ladder and replayed; if
 its rows are those of the step before, the host has nothing to send. Padding rows are slot 0 and touch page 0 only.
-Steps with prompt chunks are launched kernel by kernel, the host far ahead of them.
+Steps with prompt chunks are launched kernel by kernel, the host far ahead of them; short ones in pieces (`pieces.py`).
 
 Legend: T tokens, B rows, S sampled rows, D hidden, V vocabulary.
 """
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
 from stretto.engine.adjustment import adjust
-from stretto.engine.graphs import FILTERED, FORWARD, NUM_KINDS, WHOLE, DecodeGraphs, ladder
+from stretto.engine.graphs import FILTERED, FORWARD, NUM_KINDS, WHOLE, CudaRecorder, DecodeGraphs, ladder
 from stretto.engine.logprobs import write_logprobs
+from stretto.engine.pieces import LayerPieces, sizes_for
 from stretto.engine.runner import MakeRunner, RunnerParts, score_prompts
 from stretto.engine.sampling_rows import SamplingMix
 from stretto.engine.staging import PlanLayout, pack
@@ -56,6 +57,8 @@ class FusedRunner:
         """Through which ranks exchange candidates; None: this is the only one, or logits have to be gathered."""
         sizes = ladder(config.max_rows)
         self.graphs = DecodeGraphs(sizes, NUM_KINDS, self._capture) if graphs else None
+        piece_sizes = sizes_for(model, config.max_num_batched_tokens) if graphs else ()
+        self._pieces = LayerPieces(model, piece_sizes, device)
         self._logits_SV = torch.empty(
             config.max_rows if graphs else 0, model.config.vocab_size, dtype=model.dtype, device=device
         )
@@ -67,11 +70,14 @@ class FusedRunner:
         """Compile the kernels and capture the graphs. Blocks."""
         if self.graphs is not None:
             self._warm_up()
-            self.graphs.capture()
+            record = CudaRecorder()
+            self.graphs.capture(record)
+            self._pieces.capture(record)
 
     def close(self) -> None:
         """See `StepRunner`."""
         if self.graphs is not None:
+            self._pieces.release()
             self.graphs.release()
 
     def _warm_up(self) -> None:
@@ -172,7 +178,8 @@ class FusedRunner:
         step = self._paged_step(rows, plan.num_decode, fresh=fresh, longest=longest, uniform=uniform)
         attention.begin(step)
         residual_TD = model.embed(inputs.input_ids_T[: plan.num_tokens])
-        residual_TD, update_TD = model.forward(residual_TD, attention.attend_projected)
+        layers = self._pieces if self._pieces.serves(plan.num_tokens) else model
+        residual_TD, update_TD = layers.forward(residual_TD, attention.attend_projected)
         if layout.num_sampled:
             last_S = inputs.last_token_S[: layout.num_sampled]
             residual_SD, update_SD = residual_TD[last_S], None if update_TD is None else update_TD[last_S]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -27,6 +28,24 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
+class CudaRecorder:
+    """Records work on the current stream as CUDA graphs, which share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """The graph of `work`, which must have been run before: nothing may be compiled or set up in it. Blocks."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (NCCL's, those that watch other ranks) may call CUDA meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+        return graph
+
+
 class DecodeGraphs:
     """Graphs of `work(size, kind)` for every size of a ladder and every kind."""
 
@@ -40,7 +59,7 @@ class DecodeGraphs:
         self.pool_bytes = 0
         """Device memory that the graphs hold."""
 
-    def capture(self) -> None:
+    def capture(self, record: CudaRecorder) -> None:
         """Capture them all in the current stream. Blocks; the largest first, so that the others fit into its memory.
 
         Each is run once beforehand: that compiles kernels and lets libraries set themselves up outside the graph.
@@ -51,17 +70,9 @@ class DecodeGraphs:
                 self._work(size, kind)
         torch.cuda.synchronize(device)
         began, free_before = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
             for kind in range(self._num_kinds):
-                graph = torch.cuda.CUDAGraph()
-                # Other threads (NCCL's, those that watch other ranks) may call CUDA meanwhile.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    self._work(size, kind)
-                finally:
-                    graph.capture_end()
-                self._graphs[size, kind] = graph
+                self._graphs[size, kind] = record(partial(self._work, size, kind))
         torch.cuda.synchronize(device)
         self.capture_s = time.perf_counter() - began
         self.pool_bytes = free_before - torch.cuda.mem_get_info(device)[0]
