@@ -5,9 +5,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 OUT="${OUT:-benchmarks/results}"
 export PYTHONPATH=".:${PYTHONPATH:-}"
+bench() { "$PYTHON" -m stretto.bench.gpu "$@"; }
+short=(--repeats 1 --workload w2:1:128 --workload w2:32:128 --workload w2:256:128)
+online=(--workload online:8:128 --workload online:32:128 --workload online:32:512 --workload online:128:128)
+bench --model qwen3-0.6b --output "$OUT/gpu_0.6b.json"
+bench --model qwen3-8b --workload w2:1 --workload w2:32 --workload w2:128 --workload w1 --workload w3 --output "$OUT/gpu_8b.json"
 "$PYTHON" -m stretto.bench.gpu_kernels --output "$OUT/gpu_kernels.json"
-"$PYTHON" -m stretto.bench.gpu --model qwen3-0.6b --output "$OUT/gpu_0.6b.json"
-"$PYTHON" -m stretto.bench.gpu --model qwen3-8b --workload w2:1 --workload w2:32 --workload w2:128 --workload w1 --workload w3 \
-  --output "$OUT/gpu_8b.json"
-"$PYTHON" -m stretto.bench.gpu --model qwen3-0.6b --depth 0 --depth 1 --depth 2 --no-graphs --repeats 1 \
-  --workload w2:1:128 --workload w2:256:128 --output "$OUT/gpu_ablation.json"
+# What each part is worth: overlap depth and graphs; dependent launch; fused layers and kernels; batch invariance.
+bench --depth 1 --depth 0 --depth 2 --no-graphs "${short[@]}" "${online[@]}" --output "$OUT/gpu_ablation.json"
+STRETTO_DISABLE_PDL=1 bench "${short[@]}" --output "$OUT/gpu_ablation_no_pdl.json"
+bench --attention-backend torch "${short[@]}" --output "$OUT/gpu_ablation_plain.json"
+bench --deterministic "${short[@]}" --workload w3 --output "$OUT/gpu_deterministic.json"

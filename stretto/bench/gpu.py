@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from stretto.assembly import assemble
@@ -145,6 +146,56 @@ def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchR
     )
 
 
+@dataclass(frozen=True, slots=True)
+class OnlineMeasurement:
+    """Steps while requests arrive: means over the steps that compute a prompt, and over those that do not."""
+
+    workload: str
+    setup: Setup
+    prompt_step_ms: float
+    """Device time of a step that computes an arriving prompt beside the rows that decode."""
+    prompt_launch_ms: float
+    """Host time that launches it."""
+    decode_step_ms: float
+    idle_share: float
+
+
+def measure_online(runtime: Runtime, setup: Setup, rows: int, prompt: int, arrivals: int = 30) -> OnlineMeasurement:
+    """`rows` requests decode; every fourth step a prompt of `prompt` tokens arrives, for one token."""
+
+    def add(length: int, outputs: int) -> None:
+        params = SamplingParams(temperature=0.6, max_tokens=outputs, ignore_eos=True, detokenize=False)
+        runtime.add([7] * length, params, seed=1)
+
+    for _ in range(rows):
+        add(128, 40 + 4 * arrivals + 200)
+    with runtime.running():
+        for _ in range(40):
+            runtime.step()
+        before = runtime.stats().prompt_tokens
+        for step in range(4 * arrivals):
+            if step % 4 == 0:
+                add(prompt, 1)
+            runtime.step()
+        assert runtime.stats().prompt_tokens > before
+        recent = runtime.timeline.recent(4 * arrivals - 8)
+        for request in list(runtime.requests.values()):
+            runtime.end(request)
+        while runtime.has_work:
+            runtime.step()
+    device_s = recent.column("device_end") - recent.column("device_begin")
+    launch_s = recent.column("launch_end") - recent.column("launch_begin")
+    with_prompt = launch_s >= np.quantile(launch_s, 0.75)  # a decode step is one graph launch, whatever it computes
+    return OnlineMeasurement(
+        workload=f"online:{rows}:{prompt}",
+        setup=setup,
+        prompt_step_ms=1e3 * float(device_s[with_prompt].mean()),
+        prompt_launch_ms=1e3 * float(launch_s[with_prompt].mean()),
+        decode_step_ms=1e3 * float(device_s[~with_prompt].mean()),
+        idle_share=recent.bubble_share,
+    )
+
+
 def requests_of(name: str) -> list[BenchRequest]:
     """The requests of `w1`, `w2:BATCH`, `w2:BATCH:OUTPUT` or `w3`."""
     kind, *numbers = name.split(":")
@@ -155,7 +206,7 @@ def requests_of(name: str) -> list[BenchRequest]:
             return workloads.w2(*map(int, numbers))
         case "w3":
             return workloads.w3()
-    raise InvalidRequest(f"workload {name!r} is not known; use w1, w2:BATCH, w2:BATCH:OUTPUT or w3")
+    raise InvalidRequest(f"workload {name!r} is not known; use w1, w2:BATCH, w2:BATCH:OUTPUT, w3 or online:ROWS:PROMPT")
 
 
 def environment() -> dict[str, str]:
@@ -189,7 +240,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", action="append", choices=sorted(workloads.SHAPES))
-    parser.add_argument("--workload", action="append", help="w1, w3, w2:BATCH or w2:BATCH:OUTPUT")
+    parser.add_argument("--workload", action="append", help="w1, w3, w2:BATCH[:OUTPUT] or online:ROWS:PROMPT")
     parser.add_argument("--depth", action="append", type=int, help="overlap depths to compare (default 1)")
     parser.add_argument("--no-graphs", action="store_true", help="measure without CUDA graphs too")
     parser.add_argument("--attention-backend", default="auto", help="as for the engine")
@@ -214,6 +265,11 @@ def main() -> None:
                     print(f"{setup} started in {start_s:.1f} s", flush=True)
                     run(runtime, workloads.warm_up())
                     for name in options.workload or ["w2:1", "w2:32", "w2:256", "w1", "w3"]:
+                        if name.startswith("online:"):
+                            online = measure_online(runtime, setup, *map(int, name.split(":")[1:]))
+                            rows.append({**asdict(online), "start_s": start_s})
+                            print(_line_of_online(online), flush=True)
+                            continue
                         result = measure(runtime, setup, name, requests_of(name), options.repeats)
                         rows.append({**asdict(result), "start_s": start_s})
                         print(_line(result), flush=True)
@@ -224,6 +280,14 @@ def main() -> None:
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(report, indent=1))
+
+
+def _line_of_online(m: OnlineMeasurement) -> str:
+    return (
+        f"{m.setup.model} depth {m.setup.overlap_depth} graphs {m.setup.graphs} {m.workload}: step with a prompt "
+        f"{m.prompt_step_ms:.3f} ms ({m.prompt_launch_ms:.3f} to launch), without {m.decode_step_ms:.3f} ms, "
+        f"idle {100 * m.idle_share:.2f} %"
+    )
 
 
 def _line(m: Measurement) -> str:
