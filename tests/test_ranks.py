@@ -94,6 +94,16 @@ def test_answers_are_those_of_one_rank(one: LLM, two: LLM, params: SamplingParam
     assert tokens(two, prompts, params) == tokens(one, prompts, params)
 
 
+def test_every_rank_tells_its_device_times(two: LLM) -> None:
+    two.generate(["the quick"], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    until = time.monotonic() + 5.0
+    while (beat := two._runtime.beats()[1]).steps < two.stats().steps and time.monotonic() < until:
+        time.sleep(0.05)
+    assert beat.steps == two.stats().steps
+    assert beat.busy_s > 0.0
+    assert beat.bubble_s < beat.busy_s + two.stats().runnable_s
+
+
 def test_a_mixed_load_is_that_of_one_rank(one: LLM, two: LLM) -> None:
     load = mixed_load(16)
     assert tokens(two, *load) == tokens(one, *load)
