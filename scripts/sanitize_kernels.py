@@ -55,7 +55,7 @@ def all_kernels() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for info in pkgutil.iter_modules(stretto.kernels.__path__):
         module = importlib.import_module(f"stretto.kernels.{info.name}")
-        for name in re.findall(r"^ +(\w+)\[\(", inspect.getsource(module), flags=re.MULTILINE):
+        for name in re.findall(r"^ +(\w+)\[", inspect.getsource(module), flags=re.MULTILINE):
             if isinstance(getattr(module, name, None), triton.runtime.jit.KernelInterface):
                 found[getattr(module, name).fn.__name__] = getattr(module, name)
     return found
@@ -188,33 +188,33 @@ def plans() -> None:
 
 
 def exchanges() -> None:
-    """What ranks do together, seen from one of two: the other's words are there already, for the first call."""
-    capacity = 4096
-    own = torch.full((2, 2, capacity), 1 << 32, dtype=torch.int64, device=DEVICE)
-    others = torch.zeros_like(own)
+    """What ranks do together, seen from one of two: the other's words and signals are there already."""
+    flagged, signalled = 512, 4096
+    size = exchange.PeerBuffers.bytes_of(2, flagged, signalled) // 8
+    own, others = (torch.zeros(size, dtype=torch.int64, device=DEVICE) for _ in range(2))
     addresses = longs([own.data_ptr(), others.data_ptr()])
 
-    def peers() -> exchange.PeerBuffers:
+    def peers(call: int = 1) -> exchange.PeerBuffers:
+        """For calls from `call` on: flags and signals of that number and of the next one, each in its half."""
+        words = own[: 4 * flagged].view(2, 2, flagged)
+        signals = own.view(torch.int32)[8 * flagged + 4 * signalled :].view(2, 2, -1)
+        for number in (call, call + 1):
+            words[number % 2] = number << 32
+            signals[number % 2] = number
         state = torch.zeros(exchange.STATE_WORDS, dtype=torch.int32, device=DEVICE)
-        return exchange.PeerBuffers(addresses, state, 0, 2, capacity)
+        return exchange.PeerBuffers(addresses, state, 0, 2, flagged, signalled)
 
-    exchange.sum_ranks(low(3, 202), peers())
-    exchange.add_sum(low(3, 202), low(3, 202), peers())
-    exchange.add_sum_rms_norm(low(3, 202), low(3, 202), low(202), 1e-6, peers())
+    for rows in (3, 21):  # flagged, and signalled
+        exchange.sum_ranks(low(rows, 202), peers())
+        exchange.add_sum(low(rows, 202), low(rows, 202), peers())
+        exchange.add_sum_rms_norm(low(rows, 202), low(rows, 202), low(202), 1e-6, peers())
     rows, slots = 3, torch.arange(3, device=DEVICE)
     tokens, scratch = torch.zeros_like(slots), sampling.SampleScratch.allocate(rows, 9001, DEVICE)
-    both = peers()
     split_sampling.sample_split_rows(
         low(rows, 9001), range(9000), slots, slots + 1, torch.linspace(0, 2, 4, device=DEVICE),
         torch.arange(4, device=DEVICE), torch.zeros(4, 8, dtype=torch.int64, device=DEVICE), torch.zeros_like(slots),
-        tokens, scratch, split_sampling.AgreedMaxima.allocate(rows, DEVICE), _called_twice(both, own),
+        tokens, scratch, split_sampling.AgreedMaxima.allocate(rows, DEVICE), peers(),
     )  # fmt: skip
-
-
-def _called_twice(peers: exchange.PeerBuffers, own: torch.Tensor) -> exchange.PeerBuffers:
-    """Let the other rank's words of a second call, which has the other half of the buffer, be there too."""
-    own[0] = 2 << 32
-    return peers
 
 
 def main() -> None:
