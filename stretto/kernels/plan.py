@@ -159,7 +159,8 @@ def derive_decode(
     `first_id`: `table_VD` is a part of the table that begins with this id; tokens that it does not have give zeros.
     """
     width = table_VD.shape[1]
-    _derive_decode[(num_rows + triton.cdiv(work.num_programs, _PART),)](
+    pieces = work.num_pieces(num_kv_heads)
+    _derive_decode[(num_rows + triton.cdiv(pieces, _PART),)](
         inputs.slot_B,
         tables.token_ids_RL,
         tables.page_table_RM,
@@ -170,10 +171,10 @@ def derive_decode(
         inputs.location_T,
         table_VD,
         out_BD,
-        work.first_unit_B1,
+        work.line_B2,
         work.first_row_C,
         num_rows,
-        work.num_programs,
+        pieces,
         tables.token_ids_RL.stride(0),
         tables.page_table_RM.stride(0),
         PAGE=page_size,
@@ -183,7 +184,6 @@ def derive_decode(
         FIRST_ID=first_id or 0,
         TABLE_ROWS=table_VD.shape[0],
         ROWS=triton.next_power_of_2(max(2, num_rows)),
-        KV_HEADS=num_kv_heads,
         UNIT=work.tuning.unit,
         PART=_PART,
         num_warps=4,
@@ -191,7 +191,7 @@ def derive_decode(
     )
 
 
-@kernel(do_not_specialize=["num_rows", "num_programs", "token_stride", "table_stride"])
+@kernel(do_not_specialize=["num_rows", "num_pieces", "token_stride", "table_stride"])
 def _derive_decode(
     slot_ptr,
     token_ids_ptr,
@@ -203,10 +203,10 @@ def _derive_decode(
     location_ptr,
     embedding_ptr,
     out_ptr,
-    first_unit_ptr,
+    line_ptr,
     first_row_ptr,
     num_rows,
-    num_programs,
+    num_pieces,
     token_stride,
     table_stride,
     PAGE: tl.constexpr,
@@ -216,7 +216,6 @@ def _derive_decode(
     FIRST_ID: tl.constexpr,
     TABLE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
     PART: tl.constexpr,
     PDL: tl.constexpr,
@@ -250,11 +249,10 @@ def _derive_decode(
             (length + 1).to(tl.int32),
             num_rows,
             program - num_rows,
-            first_unit_ptr,
+            line_ptr,
             first_row_ptr,
-            num_programs,
+            num_pieces,
             ROWS=ROWS,
-            KV_HEADS=KV_HEADS,
             UNIT=UNIT,
             PART=PART,
         )
@@ -279,7 +277,8 @@ def derive_mixed(
     rows = layout.num_rows
     prefill_at = 2 * rows + layout.num_sampled + 3 * layout.num_pages + layout.num_admitted * (9 + layout.stop_width)
     tokens = num_decode + layout.num_prefill
-    plan_programs = triton.cdiv(work.num_programs, _PART)
+    pieces = work.num_pieces(num_kv_heads)
+    plan_programs = triton.cdiv(pieces, _PART)
     _derive_mixed[(triton.cdiv(tokens, _TOKENS) + 1 + plan_programs,)](
         staged,
         tables.token_ids_RL,
@@ -293,20 +292,19 @@ def derive_mixed(
         inputs.input_ids_T,
         inputs.positions_T,
         inputs.location_T,
-        work.first_unit_B1,
+        work.line_B2,
         work.first_row_C,
         rows,
         layout.num_sampled,
         num_decode,
         tokens,
         prefill_at,
-        work.num_programs,
+        pieces,
         tables.token_ids_RL.stride(0),
         tables.page_table_RM.stride(0),
         PAGE=page_size,
         ROWS=triton.next_power_of_2(max(2, inputs.slot_B.shape[0])),
         TOKENS=_TOKENS,
-        KV_HEADS=num_kv_heads,
         UNIT=work.tuning.unit,
         PART=_PART,
         num_warps=4,
@@ -320,7 +318,7 @@ def derive_mixed(
         "num_decode",
         "num_tokens",
         "prefill_at",
-        "num_programs",
+        "num_pieces",
         "token_stride",
         "table_stride",
     ]
@@ -338,20 +336,19 @@ def _derive_mixed(
     input_ids_ptr,
     positions_ptr,
     location_ptr,
-    first_unit_ptr,
+    line_ptr,
     first_row_ptr,
     num_rows,
     num_sampled,
     num_decode,
     num_tokens,
     prefill_at,
-    num_programs,
+    num_pieces,
     token_stride,
     table_stride,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     UNIT: tl.constexpr,
     PART: tl.constexpr,
 ):
@@ -400,11 +397,10 @@ def _derive_mixed(
                 tl.where(b < num_decode, context, 0).to(tl.int32),
                 num_decode,
                 program - token_programs - 1,
-                first_unit_ptr,
+                line_ptr,
                 first_row_ptr,
-                num_programs,
+                num_pieces,
                 ROWS=ROWS,
-                KV_HEADS=KV_HEADS,
                 UNIT=UNIT,
                 PART=PART,
             )
