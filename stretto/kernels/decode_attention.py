@@ -6,9 +6,9 @@ equal pieces, one a program ("stream-K", Osama et al., 2023; the merge of parts 
 begin inside one row and end inside another. Parts of rows that were cut are merged by the program that finishes last.
 
 Where rows begin on the line is chosen so that programs end together. A row costs more than its tokens: before its
-first key come its place, its slot and its page, each a trip to memory. So each row begins one unit after the end of the
-one before: without that, a piece of nothing but short rows (the padding of a captured step) took longer than all others.
-And if there are more pieces than rows, rows begin where pieces do, so that a program has one row to look up.
+first key come its place, its slot and its page, each a trip to memory. So each row begins one unit after the end of
+the one before: without that, a piece of nothing but short rows (the padding of a captured step) took longer than all
+others. And if there are more pieces than rows, rows begin where pieces do, so that a program has one row to look up.
 
 Legend: B rows, N query heads, K kv heads, G = N / K, H head dim, P pages, S page size, C programs, Q query heads of a
 group.
