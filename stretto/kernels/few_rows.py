@@ -46,6 +46,7 @@ class Cut:
     """Columns of a turn; 0: the program holds its whole tile."""
     stages: int = 1
     prefetch: int = 0
+    """Columns of a span that are sent for before the wait."""
 
 
 def few_rows_matmul_reference(
@@ -61,13 +62,15 @@ def few_rows_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = Non
 
     Contiguous, 2 to `MAX_ROWS` rows. `whole`: never in parts. Never blocks.
     """
-    return _launch(x_MI, weight_OI, bias_O, cut(*weight_OI.shape, x_MI.element_size(), whole=whole), gate=False)
+    how = cut(weight_OI.shape[0], weight_OI.shape[1], x_MI.element_size(), whole=whole)
+    return _launch(x_MI, weight_OI, bias_O, how, gate=False)
 
 
 # hot path
 def few_rows_gated(x_MI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None) -> Tensor:
     """silu(gate) * up as [M, F], of weights that hold gate first, then up. As `few_rows_matmul`."""
-    return _launch(x_MI, weight_2FI, bias_2F, cut(*weight_2FI.shape, x_MI.element_size(), whole=True), gate=True)
+    how = cut(weight_2FI.shape[0], weight_2FI.shape[1], x_MI.element_size(), whole=True)
+    return _launch(x_MI, weight_2FI, bias_2F, how, gate=True)
 
 
 def cut(outputs: int, width: int, itemsize: int, *, whole: bool) -> Cut:
@@ -80,7 +83,7 @@ def cut(outputs: int, width: int, itemsize: int, *, whole: bool) -> Cut:
     spans = 1 if whole else max(1, _PROGRAMS // tiles)
     span = step * triton.cdiv(width, step * spans)
     most = span if outputs * width <= _RESIDENT_ELEMENTS else _MOST_PREFETCHED
-    prefetch = min(span, most) if aligned and width % span == 0 else 0
+    prefetch = min(span, most) if aligned else 0
     return Cut(span, triton.cdiv(width, span), step, 4 if whole and width <= 2048 else 3, prefetch)
 
 
@@ -120,7 +123,7 @@ def _launch(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, how: Cut, *,
         WIDTH=width,
         SPAN=how.span,
         STEP=how.step,
-        PREFETCH=how.prefetch * x_MI.element_size(),
+        PREFETCH=how.prefetch,
         GATE=gate,
         PRECISION=dot_precision(x_MI.dtype),
         **flags,
@@ -199,11 +202,12 @@ def _streamed(
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             # Past the last row the first one is sent for again.
+            columns = tl.minimum(PREFETCH, WIDTH - span * SPAN)
             begin = tl.where(n_inside, w_rows.to(tl.int64), (weight_ptr + span * SPAN).to(tl.int64))
             tl.inline_asm_elementwise(
                 "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
                 "=r,l,r",
-                [begin, tl.full((BLOCK_N,), PREFETCH, tl.int32)],
+                [begin, tl.full((BLOCK_N,), columns * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8), tl.int32)],
                 dtype=tl.int32,
                 is_pure=False,
                 pack=1,

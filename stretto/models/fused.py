@@ -273,7 +273,7 @@ class FusedDecoder:
         return add_rms_norm(residual_TD, update_TD, norm.weight, norm.eps)
 
     def _heads(self, qkv_TX: Tensor) -> Tensor:
-        return qkv_TX.unflatten(-1, (-1, self.config.head_dim))
+        return qkv_TX.view(*qkv_TX.shape[:-1], -1, self.config.head_dim)
 
 
 def _norm(norm: RMSNorm) -> Norm:
