@@ -17,7 +17,6 @@ import torch
 from stretto.attention.base import AttentionShape, IntArray
 from stretto.attention.page_work import PageWork, plan_page_work
 from stretto.attention.workspace import Workspace
-from stretto.layers.scripting import compiled
 
 
 class _Step:
@@ -29,6 +28,7 @@ class _Step:
         device, dtype = shape.device, shape.dtype
         self.token_B_host = token_B
         self.work = work
+        self.width = heads * dim
 
         def index(array: IntArray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64).reshape(-1)).to(device)
@@ -37,47 +37,40 @@ class _Step:
         token_W[work.slot_X] = token_B[work.row_X]
         head_N = np.arange(heads)
         self.token_B = index(token_B)
+        self.token_W = index(token_W)
         # One page a row, in order: scores and results are already where the row wants them.
-        in_place = most == 1 and items == rows and bool((work.slot_BM[:, 0] == np.arange(rows)).all())
+        self.in_place = most == 1 and items == rows and bool((work.slot_BM[:, 0] == np.arange(rows)).all())
+        self.score_of_place = index(work.slot_BM[:, None, :] * heads + head_N[:, None])
         place_WN = np.zeros((items, heads), dtype=np.int64)
         place_WN[work.slot_X] = (work.row_X[:, None] * heads + head_N) * most + work.page_index_X[:, None]
+        self.place_of_score = index(place_WN)
         item_BM = work.slot_BM.copy()
         item_BM[np.arange(most) >= work.num_pages_B[:, None]] = items  # the zeros after the last item
+        self.item_of_place = index(item_BM)
+        self.gathered_pages = index(work.gathered_pages)
 
         take = workspace.take
-        partial_WX = take("decode partial", (items + 1, heads * dim), dtype)
-        partial_WX[items] = 0
-        scores = take("decode scores", (items * kv_heads, heads // kv_heads, size), dtype)
-        weights_BNC = take("decode weights", (rows, heads, most * size), dtype)
-        if in_place:
-            placed_BNC, item_weights = scores.view(weights_BNC.shape), weights_BNC.view(scores.shape)
-        else:
-            placed_BNC = take("decode placed", (rows, heads, most * size), dtype)
-            item_weights = take("decode item weights", (items * kv_heads, heads // kv_heads, size), dtype)
+        self.q_WX = take("decode q", (items, heads * dim), dtype)
+        self.q = self.q_WX.view(items * kv_heads, heads // kv_heads, dim)
+        self.scores = take("decode scores", (items * kv_heads, heads // kv_heads, size), dtype)
+        self.scores_XS = self.scores.view(items * heads, size)
+        self.placed_XS = take("decode placed", (rows * heads * most, size), dtype)
+        self.placed_BNC = self.placed_XS.view(rows, heads, most * size)
+        self.weights_BNC = take("decode weights", (rows, heads, most * size), dtype)
+        self.weights_XS = self.weights_BNC.view(rows * heads * most, size)
+        self.item_weights_XS = take("decode item weights", (items * heads, size), dtype)
+        self.item_weights = self.item_weights_XS.view_as(self.scores)
+        self.partial_WX = take("decode partial", (items + 1, heads * dim), dtype)
+        self.partial_WX[items] = 0
+        self.partial = self.partial_WX[:items].view(items * kv_heads, heads // kv_heads, dim)
+        self.placed_partial_BMX = take("decode placed partial", (rows, most, heads * dim), dtype)
+        if self.in_place:
+            self.placed_XS, self.placed_BNC = self.scores_XS, self.scores_XS.view(rows, heads, size)
+            self.item_weights_XS, self.item_weights = self.weights_XS, self.weights_XS.view_as(self.scores)
         gathered = (len(work.gathered_pages), kv_heads * size * dim)
+        self.gathered_keys = take("decode keys", gathered, dtype)
+        self.gathered_values = take("decode values", gathered, dtype)
         self.mask_B1C = take("decode mask", (rows, 1, most * size), dtype)
-        self.arguments = (
-            shape.scale,
-            [page for page, _ in work.runs],
-            [count for _, count in work.runs],
-            index(work.gathered_pages),
-            in_place,
-            index(token_W),
-            index(work.slot_BM[:, None, :] * heads + head_N[:, None]),
-            index(place_WN),
-            index(item_BM),
-            self.mask_B1C,
-            take("decode q", (items, heads * dim), dtype),
-            scores,
-            placed_BNC,
-            weights_BNC,
-            item_weights,
-            partial_WX,
-            take("decode placed partial", (rows, most, heads * dim), dtype),
-            take("decode keys", gathered, dtype),
-            take("decode values", gathered, dtype),
-        )
-        """Those of `attend_pages` from `scale` on."""
         self._position_C = np.arange(most * size)
         self._context_B: IntArray | None = None
 
@@ -97,8 +90,12 @@ class PagedDecode:
 
     def __init__(self, shape: AttentionShape, cache_L2PKSH: torch.Tensor, workspace: Workspace) -> None:
         self._shape = shape
-        self._keys, self._values = cache_L2PKSH[:, 0].unbind(), cache_L2PKSH[:, 1].unbind()
-        self._attend = compiled(attend_pages) if shape.device.type == "cpu" else attend_pages
+        layers, kv_heads = shape.num_layers, shape.num_kv_heads
+        batch = cache_L2PKSH.view(layers, 2, shape.num_pages * kv_heads, shape.page_size, shape.head_dim)
+        self._keys_transposed = batch[:, 0].transpose(-1, -2).unbind()
+        self._values = batch[:, 1].unbind()
+        pages = cache_L2PKSH.view(layers, 2, shape.num_pages, -1)
+        self._key_pages, self._value_pages = pages[:, 0].unbind(), pages[:, 1].unbind()
         self._page_bytes = cache_L2PKSH[0, :, 0].numel() * cache_L2PKSH.element_size()
         self._workspace = workspace
         self._step: _Step | None = None
@@ -128,70 +125,42 @@ class PagedDecode:
 
     def attend(self, layer: int, q_TNH: torch.Tensor) -> torch.Tensor:
         """o_BNH in the cache's dtype. The new keys and values are in the cache already. hot path"""
-        step = self._step
+        step, shape = self._step, self._shape
         assert step is not None
-        o_BNH: torch.Tensor = self._attend(q_TNH, self._keys[layer], self._values[layer], *step.arguments)
-        return o_BNH
+        kv_heads = shape.num_kv_heads
+        torch.index_select(q_TNH.to(shape.dtype).flatten(1), 0, step.token_W, out=step.q_WX)
+        keys_transposed, values = self._keys_transposed[layer], self._values[layer]
+        end = 0
+        for page, count in step.work.runs:
+            begin, end = end, end + count * kv_heads
+            scores = step.scores[begin:end]
+            keys = keys_transposed.narrow(0, page * kv_heads, count * kv_heads)
+            torch.baddbmm(scores, step.q[begin:end], keys, beta=0, alpha=shape.scale, out=scores)
+        gathered = step.work.num_slots * kv_heads > end
+        if gathered:
+            torch.index_select(self._key_pages[layer], 0, step.gathered_pages, out=step.gathered_keys)
+            keys = step.gathered_keys.view(-1, shape.page_size, shape.head_dim).transpose(-1, -2)
+            scores = step.scores[end:]
+            torch.baddbmm(scores, step.q[end:], keys, beta=0, alpha=shape.scale, out=scores)
 
+        if not step.in_place:
+            torch.index_select(step.scores_XS, 0, step.score_of_place, out=step.placed_XS)
+        torch.softmax(step.placed_BNC.add_(step.mask_B1C), -1, out=step.weights_BNC)
+        if not step.in_place:
+            torch.index_select(step.weights_XS, 0, step.place_of_score, out=step.item_weights_XS)
 
-def attend_pages(
-    q_TNH: torch.Tensor,
-    keys_PKSH: torch.Tensor,
-    values_PKSH: torch.Tensor,
-    scale: float,
-    run_pages: list[int],
-    run_counts: list[int],
-    gathered_pages: torch.Tensor,
-    in_place: bool,
-    token_W: torch.Tensor,
-    score_of_place: torch.Tensor,
-    place_of_score: torch.Tensor,
-    item_of_place: torch.Tensor,
-    mask_B1C: torch.Tensor,
-    q_WX: torch.Tensor,
-    scores: torch.Tensor,
-    placed_BNC: torch.Tensor,
-    weights_BNC: torch.Tensor,
-    item_weights: torch.Tensor,
-    partial_WX: torch.Tensor,
-    placed_partial_BMX: torch.Tensor,
-    gathered_keys: torch.Tensor,
-    gathered_values: torch.Tensor,
-) -> torch.Tensor:
-    """One layer's attention of a step, o_BNH; what the arguments are, `_Step` says. Python and TorchScript. hot path"""
-    kv_heads, size, dim = keys_PKSH.shape[1], keys_PKSH.shape[2], keys_PKSH.shape[3]
-    rows, heads = weights_BNC.shape[0], weights_BNC.shape[1]
-    torch.index_select(q_TNH.to(keys_PKSH.dtype).flatten(1), 0, token_W, out=q_WX)
-    q = q_WX.view(-1, heads // kv_heads, dim)
-    end = 0
-    for page, count in zip(run_pages, run_counts):  # noqa: B905 (TorchScript knows no `strict`)
-        begin, end = end, end + count * kv_heads
-        keys = keys_PKSH.narrow(0, page, count).view(-1, size, dim).transpose(1, 2)
-        run_scores = scores[begin:end]
-        torch.baddbmm(run_scores, q[begin:end], keys, beta=0, alpha=scale, out=run_scores)
-    if gathered_pages.shape[0] > 0:
-        torch.index_select(keys_PKSH.flatten(1), 0, gathered_pages, out=gathered_keys)
-        keys = gathered_keys.view(-1, size, dim).transpose(1, 2)
-        run_scores = scores[end:]
-        torch.baddbmm(run_scores, q[end:], keys, beta=0, alpha=scale, out=run_scores)
-
-    if not in_place:
-        torch.index_select(scores.view(-1, size), 0, score_of_place, out=placed_BNC.view(-1, size))
-    torch.softmax(placed_BNC.add_(mask_B1C), -1, out=weights_BNC)
-    if not in_place:
-        torch.index_select(weights_BNC.view(-1, size), 0, place_of_score, out=item_weights.view(-1, size))
-
-    partial = partial_WX[: partial_WX.shape[0] - 1].view(-1, heads // kv_heads, dim)
-    end = 0
-    for page, count in zip(run_pages, run_counts):  # noqa: B905
-        begin, end = end, end + count * kv_heads
-        run_values = values_PKSH.narrow(0, page, count).view(-1, size, dim)
-        torch.bmm(item_weights[begin:end], run_values, out=partial[begin:end])
-    if gathered_pages.shape[0] > 0:
-        torch.index_select(values_PKSH.flatten(1), 0, gathered_pages, out=gathered_values)
-        torch.bmm(item_weights[end:], gathered_values.view(-1, size, dim), out=partial[end:])
-    if in_place:
-        return partial_WX[:rows].view(rows, heads, dim)
-    # Not `embedding_bag`, which is one operation: FBGEMM's kernel halves the speed of the product that follows it.
-    torch.index_select(partial_WX, 0, item_of_place, out=placed_partial_BMX.view(-1, partial_WX.shape[1]))
-    return placed_partial_BMX.sum(1).view(rows, heads, dim)
+        end = 0
+        for page, count in step.work.runs:
+            begin, end = end, end + count * kv_heads
+            page_values = values.narrow(0, page * kv_heads, count * kv_heads)
+            torch.bmm(step.item_weights[begin:end], page_values, out=step.partial[begin:end])
+        if gathered:
+            torch.index_select(self._value_pages[layer], 0, step.gathered_pages, out=step.gathered_values)
+            page_values = step.gathered_values.view(-1, shape.page_size, shape.head_dim)
+            torch.bmm(step.item_weights[end:], page_values, out=step.partial[end:])
+        if step.in_place:
+            return step.partial_WX[: self.num_rows].view(self.num_rows, shape.num_heads, shape.head_dim)
+        # Not `embedding_bag`, which is one operation: FBGEMM's kernel halves the speed of the product that follows it.
+        torch.index_select(step.partial_WX, 0, step.item_of_place, out=step.placed_partial_BMX.view(-1, step.width))
+        o_BX = step.placed_partial_BMX.sum(1)
+        return o_BX.view(self.num_rows, shape.num_heads, shape.head_dim)

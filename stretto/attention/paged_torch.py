@@ -21,7 +21,6 @@ from stretto.attention.paged_decode import PagedDecode
 from stretto.attention.paged_prefill import PagedPrefill
 from stretto.attention.workspace import Workspace
 from stretto.errors import NotSupported
-from stretto.layers.scripting import compiled
 
 CPU_PAGE_SIZE = 64
 """Recommended tokens per page on a CPU: long enough for efficient matrix products, short enough to waste little."""
@@ -46,8 +45,7 @@ class PagedTorchAttention:
         self._decode = PagedDecode(shape, self._cache_L2PKSH, workspace)
         self._prefill = PagedPrefill(shape, self._cache_L2PKSH, workspace)
         self._workspace = workspace
-        self._write = compiled(write_tokens) if shape.device.type == "cpu" else write_tokens
-        self._write_index_T2K = torch.empty(0, 2 * shape.num_kv_heads, dtype=torch.int64)
+        self._write_index_X = torch.empty(0, dtype=torch.int64)
 
     @property
     def cache_bytes(self) -> int:
@@ -65,7 +63,7 @@ class PagedTorchAttention:
         num_new_B, context_B = inputs.num_new_B_host, inputs.context_B_host
         pages_BM = inputs.page_table_BM_host
         self._zero_begun_pages(num_new_B, context_B, pages_BM)
-        self._write_index_T2K = self._write_index(inputs.kv_location_T)
+        self._write_index_X = self._write_index(inputs.kv_location_T)
         start_B = np.cumsum(num_new_B) - num_new_B
         decode_rows, prefill_rows = np.flatnonzero(num_new_B == 1), np.flatnonzero(num_new_B > 1)
         self._decode.begin_step(start_B[decode_rows], context_B[decode_rows], pages_BM[decode_rows])
@@ -75,7 +73,7 @@ class PagedTorchAttention:
 
     def attend(self, layer: int, q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend`. Tokens beyond the last row's (padding) get zeros. hot path"""
-        self._write(self._positions_LXH[layer], self._write_index_T2K, k_TKH, v_TKH)
+        self._write(layer, k_TKH, v_TKH)
         num_tokens = q_TNH.shape[0]
         if self._decode.num_rows == num_tokens:
             return self._decode.attend(layer, q_TNH).to(q_TNH.dtype)
@@ -96,7 +94,7 @@ class PagedTorchAttention:
             self._cache_L2PKSH.index_fill_(2, pages.to(self.shape.device), 0)
 
     def _write_index(self, location_T: torch.Tensor) -> torch.Tensor:
-        """Rows of the cache, seen as [2 P K S, H], of each token's keys, then values: [T, 2 K]."""
+        """Rows of the cache, seen as [2 P K S, H], of each token's keys, then values: order [T, 2, K] flattened."""
         shape = self.shape
         page_T = torch.div(location_T, shape.page_size, rounding_mode="floor")
         # (page * K + head) * S + offset, with page * S + offset = location
@@ -104,11 +102,19 @@ class PagedTorchAttention:
         head_stride, half = shape.page_size, shape.num_pages * shape.num_kv_heads * shape.page_size
         step_2K = torch.arange(0, shape.num_kv_heads * head_stride, head_stride, device=location_T.device)
         step_2K = torch.cat((step_2K, step_2K + half))
-        return first_T.unsqueeze(1) + step_2K
+        return (first_T.unsqueeze(1) + step_2K).view(-1)
 
-
-def write_tokens(
-    positions_XH: torch.Tensor, index_T2K: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
-) -> None:
-    """Put a step's keys and values where the cache of a layer has its place for them. Python and TorchScript."""
-    positions_XH.index_put_([index_T2K], torch.cat((k_TKH, v_TKH), dim=1).to(positions_XH.dtype))
+    def _write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        num_tokens, kv_heads, head_dim = k_TKH.shape
+        together = (
+            k_TKH.stride() == v_TKH.stride()
+            and k_TKH.stride(1) == head_dim
+            and v_TKH.data_ptr() - k_TKH.data_ptr() == kv_heads * head_dim * k_TKH.element_size()
+            and k_TKH.untyped_storage().data_ptr() == v_TKH.untyped_storage().data_ptr()
+        )
+        if together:  # as they are in a fused projection: one copy instead of two
+            kv = k_TKH.as_strided((num_tokens, 2 * kv_heads, head_dim), k_TKH.stride())
+        else:
+            kv = torch.cat((k_TKH, v_TKH), dim=1)
+        rows = kv.reshape(-1, head_dim).to(self.shape.dtype)
+        self._positions_LXH[layer].index_copy_(0, self._write_index_X, rows)
