@@ -43,19 +43,19 @@ class Int4Linear:
         if padding:
             weight_OI = torch.nn.functional.pad(weight_OI, (0, 0, 0, padding))
         codes_OI, scale_OG, zero_OG = quantize_int4(weight_OI)
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(codes_OI, 1)
-        self._scale_zero_GO2 = torch.stack((scale_OG.t(), zero_OG.t()), dim=-1).contiguous()
-        self._bias_O = None if bias_O is None else bias_O.to(torch.bfloat16)
-        self._padded = padding > 0
-        self.weight_bytes = self._packed.nbytes + self._scale_zero_GO2.nbytes
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default(codes_OI, 1)
+        self.scale_zero_GO2 = torch.stack((scale_OG.t(), zero_OG.t()), dim=-1).contiguous()
+        self.bias_O = None if bias_O is None else bias_O.to(torch.bfloat16)
+        self.padded = padding > 0
+        self.weight_bytes = self.packed.nbytes + self.scale_zero_GO2.nbytes
         self._linear = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """hot path"""
-        y_TO: torch.Tensor = self._linear(x_TI, self._packed, GROUP, self._scale_zero_GO2)
-        if self._padded:
+        y_TO: torch.Tensor = self._linear(x_TI, self.packed, GROUP, self.scale_zero_GO2)
+        if self.padded:
             y_TO = y_TO[:, : self.out_features]
-        return y_TO if self._bias_O is None else y_TO + self._bias_O
+        return y_TO if self.bias_O is None else y_TO + self.bias_O
 
 
 def _check_in_features(weight_OI: torch.Tensor) -> None:

@@ -83,13 +83,13 @@ class PrepackedLinear:
         self.out_features, self.in_features = weight_OI.shape
         weight = weight_OI.to(dtype).contiguous()
         self.weight_bytes = weight.nbytes
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
-        self._bias_O = None if bias_O is None else bias_O.to(dtype).contiguous()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS_HINT)
+        self.bias_O = None if bias_O is None else bias_O.to(dtype).contiguous()
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """hot path"""
-        y_TO: torch.Tensor = self._linear(x_TI, self._packed, self._bias_O, "none", [], "")
+        y_TO: torch.Tensor = self._linear(x_TI, self.packed, self.bias_O, "none", [], "")
         return y_TO
 
 
@@ -112,10 +112,10 @@ class Float16Linear:
         rounded = weight_OI.to(torch.float16).to(torch.float32).contiguous()
         self.weight_bytes = rounded.nbytes // 2
         bias = None if bias_O is None else bias_O.to(torch.float32).contiguous()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(rounded, bias)
+        self.packed = torch.ops.quantized.linear_prepack_fp16(rounded, bias)
         self._linear = torch.ops.quantized.linear_dynamic_fp16.default
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         """hot path"""
-        y_TO: torch.Tensor = self._linear(x_TI, self._packed)
+        y_TO: torch.Tensor = self._linear(x_TI, self.packed)
         return y_TO

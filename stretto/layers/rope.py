@@ -35,8 +35,13 @@ def apply_rope(qk_TNH: torch.Tensor, turns_T1h: torch.Tensor) -> None:
     `turns_T1h` comes from `Rope.turns`. Head pairs are interleaved: elements 2i and 2i+1 turn together. hot path
     """
     if qk_TNH.dtype == torch.float32:
-        qk_TNH.view(torch.complex64).mul_(turns_T1h)
+        _turn(qk_TNH, turns_T1h)
     else:
         turned_TNH = qk_TNH.to(torch.float32, memory_format=torch.contiguous_format)
-        turned_TNH.view(torch.complex64).mul_(turns_T1h)
+        _turn(turned_TNH, turns_T1h)
         qk_TNH.copy_(turned_TNH)
+
+
+def _turn(qk_TNH: torch.Tensor, turns_T1h: torch.Tensor) -> None:
+    # Not `view(torch.complex64)`, which TorchScript takes for a view of another shape.
+    torch.view_as_complex(qk_TNH.view(qk_TNH.shape[0], qk_TNH.shape[1], -1, 2)).mul_(turns_T1h)

@@ -9,7 +9,7 @@ the step, S sampled rows, N query heads, K kv heads, Q = N + K, H head dim, h = 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from stretto.layers.parallel import VocabularyParallelEmbedding, VocabularyParal
 from stretto.layers.rope import Rope, apply_rope
 from stretto.models.config import ModelConfig
 from stretto.models.rope import inverse_frequencies
+from stretto.models.scripted import ScriptedLayer, scripted_layer
 from stretto.models.shard import ModelShard, shard_of
 from stretto.models.weights import Rows, WeightReader
 
@@ -123,22 +124,30 @@ class DecoderLayer:
     attention: Attention
     mlp_norm: RMSNorm
     mlp: MLP
+    scripted: ScriptedLayer | None = None
+    """The same without Python between the operations, where there is such a thing."""
 
     @classmethod
     def load(cls, whole: ModelConfig, shard: ModelShard, weights: WeightReader, layer: int) -> DecoderLayer:
         config, name = shard.config, f"model.layers.{layer}"
-        return cls(
+        loaded = cls(
             attention_norm=weights.norm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps),
             attention=Attention.load(whole, shard, weights, layer, f"{name}.self_attn"),
             mlp_norm=weights.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps),
             mlp=MLP.load(whole, shard, weights, f"{name}.mlp"),
         )
+        return replace(loaded, scripted=scripted_layer(loaded))
 
     def __call__(self, residual_TD: Tensor, update_TD: Tensor | None, turns_T1h: Tensor, attend: Attend) -> Tensor:
         """Adds the layer before's `update_TD` to the residual in place and returns this layer's own, not yet added.
 
         An addition is handed on so that it meets the norm that follows it, with which it is one operation. hot path
         """
+        scripted = self.scripted
+        if scripted is not None:
+            q_TNH, k_TKH, v_TKH = scripted.before(residual_TD, update_TD, turns_T1h)
+            own_TD: Tensor = scripted.after(residual_TD, attend(self.attention.layer, q_TNH, k_TKH, v_TKH))
+            return own_TD
         norm = self.attention_norm
         x_TD = norm(residual_TD) if update_TD is None else norm.add(residual_TD, update_TD)
         x_TD = self.mlp_norm.add(residual_TD, self.attention(x_TD, turns_T1h, attend))
