@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,7 @@ def can_compile() -> bool:
 
 
 def compiled(module: nn.Module) -> Compiled:
-    """`module.forward` without Python inside.
-
-    A class is compiled once; for others of it with parts of the same kinds this takes about a millisecond.
-    """
+    """`module.forward` without Python inside. Takes some tens of milliseconds."""
     with warnings.catch_warnings():
         # It is on its way out, but nothing else takes the Python away without a C++ compiler on the user's machine.
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
@@ -39,57 +36,81 @@ def compiled(module: nn.Module) -> Compiled:
     return entry
 
 
-def product_of(linear: Linear) -> nn.Module | None:
-    """The layer as a module that can be compiled, on the same packed weights; None if it needs more than torch."""
-    if isinstance(linear, Float16Linear):
-        return _Float16Product(linear)
-    if isinstance(linear, PrepackedLinear):
-        return _PrepackedProduct(linear)
-    if isinstance(linear, Int4Linear):
-        return _Int4Product(linear)
+def products_of(linears: Sequence[Linear]) -> nn.Module | None:
+    """Layers as one module that can be compiled: (number of the layer, x_TI) -> y_TO, on the same packed weights.
+
+    None if the layers are not all of one kind, or need more than torch.
+    """
+    first, bias = linears[0], all(getattr(linear, "bias_O", None) is not None for linear in linears)
+    if all(isinstance(linear, Float16Linear) for linear in linears):
+        return _Float16Products(cast(Sequence[Float16Linear], linears))
+    if all(isinstance(linear, PrepackedLinear) for linear in linears):
+        prepacked = cast(Sequence[PrepackedLinear], linears)
+        return _BiasedPrepackedProducts(prepacked) if bias else _PrepackedProducts(prepacked)
+    if all(isinstance(linear, Int4Linear) and linear.out_features == first.out_features for linear in linears):
+        int4 = cast(Sequence[Int4Linear], linears)
+        return _BiasedInt4Products(int4) if bias else _Int4Products(int4)
     return None
 
 
-class _Float16Product(nn.Module):
-    def __init__(self, linear: Float16Linear) -> None:
+class _Float16Products(nn.Module):
+    def __init__(self, linears: Sequence[Float16Linear]) -> None:
         super().__init__()
-        self.packed = linear.packed
+        self.packed = [linear.packed for linear in linears]
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, layer: int, x_TI: Tensor) -> Tensor:
         """hot path"""
-        y_TO: Tensor = torch.ops.quantized.linear_dynamic_fp16(x_TI, self.packed)
+        y_TO: Tensor = torch.ops.quantized.linear_dynamic_fp16(x_TI, self.packed[layer])
         return y_TO
 
 
-class _PrepackedProduct(nn.Module):
-    def __init__(self, linear: PrepackedLinear) -> None:
+class _PrepackedProducts(nn.Module):
+    def __init__(self, linears: Sequence[PrepackedLinear]) -> None:
         super().__init__()
-        self.packed = linear.packed
-        self.bias_O = linear.bias_O
+        self.packed = [linear.packed for linear in linears]
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, layer: int, x_TI: Tensor) -> Tensor:
         """hot path"""
-        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self.packed, self.bias_O, "none", [], "")
+        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self.packed[layer], None, "none", [], "")
         return y_TO
 
 
-class _Int4Product(nn.Module):
-    __constants__ = ("group", "out_features", "padded")
-
-    def __init__(self, linear: Int4Linear) -> None:
+class _BiasedPrepackedProducts(nn.Module):
+    def __init__(self, linears: Sequence[PrepackedLinear]) -> None:
         super().__init__()
-        self.packed = linear.packed
-        self.scale_zero_GO2 = linear.scale_zero_GO2
-        self.bias_O = linear.bias_O
+        self.packed = [linear.packed for linear in linears]
+        self.biases = [linear.bias_O for linear in linears]
+
+    def forward(self, layer: int, x_TI: Tensor) -> Tensor:
+        """hot path"""
+        packed, bias_O = self.packed[layer], self.biases[layer]
+        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+        return y_TO
+
+
+class _Int4Products(nn.Module):
+    def __init__(self, linears: Sequence[Int4Linear]) -> None:
+        super().__init__()
+        self.packed = [linear.packed for linear in linears]
+        self.scales_zeros = [linear.scale_zero_GO2 for linear in linears]
         self.group = GROUP
-        self.out_features = linear.out_features
-        self.padded = linear.padded
+        self.out_features = linears[0].out_features
+        self.padded = linears[0].padded
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, layer: int, x_TI: Tensor) -> Tensor:
         """hot path"""
-        y_TO: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TI, self.packed, self.group, self.scale_zero_GO2)
-        if self.padded:
-            y_TO = y_TO.narrow(1, 0, self.out_features)
-        if self.bias_O is not None:
-            y_TO = y_TO + self.bias_O
-        return y_TO
+        packed, scale_zero_GO2 = self.packed[layer], self.scales_zeros[layer]
+        y_TO: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TI, packed, self.group, scale_zero_GO2)
+        return y_TO.narrow(1, 0, self.out_features) if self.padded else y_TO
+
+
+class _BiasedInt4Products(nn.Module):
+    def __init__(self, linears: Sequence[Int4Linear]) -> None:
+        super().__init__()
+        self.products = _Int4Products(linears)
+        self.biases = [linear.bias_O for linear in linears]
+
+    def forward(self, layer: int, x_TI: Tensor) -> Tensor:
+        """hot path"""
+        y_TO: Tensor = self.products(layer, x_TI)
+        return y_TO + self.biases[layer]

@@ -24,7 +24,7 @@ from stretto.layers.parallel import VocabularyParallelEmbedding, VocabularyParal
 from stretto.layers.rope import Rope, apply_rope
 from stretto.models.config import ModelConfig
 from stretto.models.rope import inverse_frequencies
-from stretto.models.scripted import ScriptedLayer, scripted_layer
+from stretto.models.scripted import ScriptedLayers, scripted_layers
 from stretto.models.shard import ModelShard, shard_of
 from stretto.models.weights import Rows, WeightReader
 
@@ -124,30 +124,22 @@ class DecoderLayer:
     attention: Attention
     mlp_norm: RMSNorm
     mlp: MLP
-    scripted: ScriptedLayer | None = None
-    """The same without Python between the operations, where there is such a thing."""
 
     @classmethod
     def load(cls, whole: ModelConfig, shard: ModelShard, weights: WeightReader, layer: int) -> DecoderLayer:
         config, name = shard.config, f"model.layers.{layer}"
-        loaded = cls(
+        return cls(
             attention_norm=weights.norm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps),
             attention=Attention.load(whole, shard, weights, layer, f"{name}.self_attn"),
             mlp_norm=weights.norm(f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps),
             mlp=MLP.load(whole, shard, weights, f"{name}.mlp"),
         )
-        return replace(loaded, scripted=scripted_layer(loaded))
 
     def __call__(self, residual_TD: Tensor, update_TD: Tensor | None, turns_T1h: Tensor, attend: Attend) -> Tensor:
         """Adds the layer before's `update_TD` to the residual in place and returns this layer's own, not yet added.
 
         An addition is handed on so that it meets the norm that follows it, with which it is one operation. hot path
         """
-        scripted = self.scripted
-        if scripted is not None:
-            q_TNH, k_TKH, v_TKH = scripted.before(residual_TD, update_TD, turns_T1h)
-            own_TD: Tensor = scripted.after(residual_TD, attend(self.attention.layer, q_TNH, k_TKH, v_TKH))
-            return own_TD
         norm = self.attention_norm
         x_TD = norm(residual_TD) if update_TD is None else norm.add(residual_TD, update_TD)
         x_TD = self.mlp_norm.add(residual_TD, self.attention(x_TD, turns_T1h, attend))
@@ -170,6 +162,8 @@ class Decoder:
     norm: RMSNorm
     head: Linear
     group: TensorGroup
+    scripted: ScriptedLayers | None = None
+    """The layers once more, without Python between their operations, where there is such a thing."""
 
     @classmethod
     def load(cls, whole: ModelConfig, weights: WeightReader, max_model_len: int, group: TensorGroup = SOLO) -> Decoder:
@@ -182,7 +176,7 @@ class Decoder:
         config = shard.config
         embedding, head = weights.embedding_and_head(shard, tied=config.tie_word_embeddings)
         frequencies = inverse_frequencies(config, max_model_len).to(weights.device)
-        return cls(
+        loaded = cls(
             config,
             weights.activation_dtype,
             max_model_len,
@@ -193,6 +187,7 @@ class Decoder:
             head,
             group,
         )
+        return replace(loaded, scripted=scripted_layers(loaded.layers))
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Hidden states of the step's tokens before the last norm: hidden_TD in the activation dtype. hot path
@@ -203,6 +198,8 @@ class Decoder:
         residual_TD = self.embedding(input_ids_T)
         turns_T1h = self.rope.turns(positions_T)
         update_TD = None
+        if self.scripted is not None:
+            return self.scripted.forward(residual_TD, turns_T1h, attend)
         for layer in self.layers:
             update_TD = layer(residual_TD, update_TD, turns_T1h, attend)
         assert update_TD is not None  # a config has at least one layer
