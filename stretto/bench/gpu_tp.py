@@ -14,7 +14,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,39 +77,47 @@ class Agreement:
     output_tokens: int
 
 
-@contextmanager
-def started(setup: Setup, root: Path, *, check: bool = False) -> Iterator[Runtime]:
-    """An engine of `setup`, all of its ranks; nothing is left of it afterwards."""
+def with_engine(setup: Setup, root: Path, use: Callable[[Runtime], None], *, check: bool = False) -> None:
+    """Let `use` use an engine of `setup`, all of its ranks; it must not keep it. Nothing is left of it afterwards."""
     variables = {
         "STRETTO_CHECK": "1" if check else "0",
         "STRETTO_DISABLE_PEER_MEMORY": "0" if setup.peer_memory else "1",
     }
+    with _environment(variables):
+        _start_and_use(setup, root, use, prefix_cache=check)
+    gc.collect()  # only now is no frame left that knows the engine, whose memory the next one needs
+    torch.cuda.empty_cache()
+
+
+def _start_and_use(setup: Setup, root: Path, use: Callable[[Runtime], None], *, prefix_cache: bool) -> None:
+    began = time.perf_counter()
+    runtime = Runtime.start(
+        EngineConfig(
+            model=str(workloads.write_model(setup.model, root)),
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            device="cuda",
+            max_model_len=4096,
+            max_num_seqs=setup.max_num_seqs,
+            overlap_depth=setup.overlap_depth,
+            tensor_parallel_size=setup.ranks,
+            enable_prefix_caching=prefix_cache,
+        )
+    )
+    print(f"{setup} started in {time.perf_counter() - began:.1f} s", flush=True)
+    try:
+        use(runtime)
+    finally:
+        runtime.close()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
-        began = time.perf_counter()
-        runtime = Runtime.start(
-            EngineConfig(
-                model=str(workloads.write_model(setup.model, root)),
-                skip_tokenizer_init=True,
-                load_format="dummy",
-                dtype="bfloat16",
-                device="cuda",
-                max_model_len=4096,
-                max_num_seqs=setup.max_num_seqs,
-                overlap_depth=setup.overlap_depth,
-                tensor_parallel_size=setup.ranks,
-                enable_prefix_caching=check,
-            )
-        )
-        print(f"{setup} started in {time.perf_counter() - began:.1f} s", flush=True)
-        try:
-            yield runtime
-        finally:
-            runtime.close()
-            del runtime
-            gc.collect()
-            torch.cuda.empty_cache()
+        yield
     finally:
         for name, value in before.items():
             if value is None:
@@ -238,21 +246,26 @@ def main() -> None:
 
     def measure_all(setups: Sequence[tuple[Setup, Sequence[str]]], root: Path) -> None:
         for setup, names in setups:
-            with started(setup, root) as runtime:
+
+            def use(runtime: Runtime, setup: Setup = setup, names: Sequence[str] = names) -> None:
                 run(runtime, workloads.warm_up())
                 for name in names:
                     rows.append(measure(runtime, setup, name))
                     print(_line(rows[-1]), flush=True)
                     write()
 
+            with_engine(setup, root, use)
+
     with tempfile.TemporaryDirectory() as root:
         measure_all(compared, Path(root))
         for depth in depths if options.check_steps else ():
-            setup = Setup(options.model, options.ranks, depth, 48)
-            with started(setup, Path(root), check=True) as runtime:
+
+            def use(runtime: Runtime, setup: Setup = Setup(options.model, options.ranks, depth, 48)) -> None:
                 checks.append(agree(runtime, setup, options.check_steps))
                 print(checks[-1], flush=True)
                 write()
+
+            with_engine(Setup(options.model, options.ranks, depth, 48), Path(root), use, check=True)
         measure_all(ablation, Path(root))
 
 
