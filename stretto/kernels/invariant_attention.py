@@ -216,53 +216,69 @@ def _invariant_attention(
         blocks = (seen + BLOCK_K - 1) // BLOCK_K
         parts = (blocks + PART_BLOCKS - 1) // PART_BLOCKS
         first_part = 0
-        last_part = parts
         if PARALLEL:
             first_part = tl.program_id(2)
-            last_part = tl.minimum(first_part + 1, parts)
-        if first_part < last_part:
+        first_block = first_part * PART_BLOCKS
+        if first_block < blocks:
             q = tl.load(q_ptr + (start + query)[:, None] * q_stride + head_at, mask=inside, other=0.0)
             acc = tl.zeros((QUERIES * GROUPS_PAD, DIM_PAD), tl.float32)
             top = tl.full((QUERIES * GROUPS_PAD,), float("-inf"), tl.float32)
             total = tl.zeros((QUERIES * GROUPS_PAD,), tl.float32)
-            for part in range(first_part, last_part):
-                part_acc = tl.zeros((QUERIES * GROUPS_PAD, DIM_PAD), tl.float32)
-                part_top = tl.full((QUERIES * GROUPS_PAD,), float("-inf"), tl.float32)
-                part_total = tl.zeros((QUERIES * GROUPS_PAD,), tl.float32)
-                # All blocks masked: in a second loop for whole ones the compiler could join other pairs of operations.
-                for block in range(part * PART_BLOCKS, tl.minimum((part + 1) * PART_BLOCKS, blocks)):
-                    part_acc, part_top, part_total = attend_block(
-                        q,
-                        part_acc,
-                        part_top,
-                        part_total,
-                        head_keys,
-                        head_values,
-                        table,
-                        block,
-                        context,
-                        position,
-                        page_stride,
-                        scale,
-                        MASKED=True,
-                        DIM=DIM,
-                        DIM_PAD=DIM_PAD,
-                        PAGE=PAGE,
-                        BLOCK_K=BLOCK_K,
-                        PRECISION=PRECISION,
-                    )
-                if part == first_part:
-                    acc = part_acc
-                    top = part_top
-                    total = part_total
-                else:
+            # All blocks masked: in a second loop for whole ones the compiler could join other pairs of operations.
+            for block in range(first_block, tl.minimum(first_block + PART_BLOCKS, blocks)):
+                acc, top, total = attend_block(
+                    q,
+                    acc,
+                    top,
+                    total,
+                    head_keys,
+                    head_values,
+                    table,
+                    block,
+                    context,
+                    position,
+                    page_stride,
+                    scale,
+                    MASKED=True,
+                    DIM=DIM,
+                    DIM_PAD=DIM_PAD,
+                    PAGE=PAGE,
+                    BLOCK_K=BLOCK_K,
+                    PRECISION=PRECISION,
+                )
+            place = out_ptr + (start + query)[:, None] * out_stride + head_at
+            if not PARALLEL:
+                for part in range(1, parts):
+                    part_acc = tl.zeros((QUERIES * GROUPS_PAD, DIM_PAD), tl.float32)
+                    part_top = tl.full((QUERIES * GROUPS_PAD,), float("-inf"), tl.float32)
+                    part_total = tl.zeros((QUERIES * GROUPS_PAD,), tl.float32)
+                    for block in range(part * PART_BLOCKS, tl.minimum((part + 1) * PART_BLOCKS, blocks)):
+                        part_acc, part_top, part_total = attend_block(
+                            q,
+                            part_acc,
+                            part_top,
+                            part_total,
+                            head_keys,
+                            head_values,
+                            table,
+                            block,
+                            context,
+                            position,
+                            page_stride,
+                            scale,
+                            MASKED=True,
+                            DIM=DIM,
+                            DIM_PAD=DIM_PAD,
+                            PAGE=PAGE,
+                            BLOCK_K=BLOCK_K,
+                            PRECISION=PRECISION,
+                        )
                     # A query that lies before this part has made no number of it.
                     reaches = position >= part * (PART_BLOCKS * BLOCK_K)
                     both_acc, both_top, both_total = _merge(acc, top, total, part_acc, part_top, part_total)
                     acc = tl.where(reaches[:, None], both_acc, acc)
                     top = tl.where(reaches, both_top, top)
                     total = tl.where(reaches, both_total, total)
-            place = out_ptr + (start + query)[:, None] * out_stride + head_at
             if not PARALLEL or parts == 1:
                 tl.store(place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
             else:

@@ -70,8 +70,9 @@ def invariant_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = No
             weight_OI if bias_O is None else bias_O,
             out_MO,
             rows,
-            OUTPUTS=outputs,
-            WIDTH=width,
+            outputs,
+            width,
+            WHOLE=width % tile.depth == 0,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.outputs,
             BLOCK_K=tile.depth,
@@ -91,8 +92,9 @@ def _invariant_matmul(
     bias_ptr,
     out_ptr,
     num_rows,
-    OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    outputs,
+    width,
+    WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -109,17 +111,20 @@ def _invariant_matmul(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x_rows = x_ptr + m.to(tl.int64)[:, None] * WIDTH + k[None, :]
-    w_rows = weight_ptr + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
-    m_inside = (m < num_rows)[:, None]
-    n_inside = (n < OUTPUTS)[:, None]
+    # Sizes are no constants: a model's products share a few binaries.
+    x_rows = x_ptr + m.to(tl.int64)[:, None] * width + k[None, :]
+    w_rows = weight_ptr + n.to(tl.int64)[:, None] * width + k[None, :]
+    x_inside = (m < num_rows)[:, None] & (k >= 0)[None, :]
+    w_inside = (n < outputs)[:, None] & (k >= 0)[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        k_inside = (start + k < WIDTH)[None, :]
-        x = tl.load(x_rows + start, mask=m_inside & k_inside, other=0.0)
-        w = tl.load(w_rows + start, mask=n_inside & k_inside, other=0.0)
+    for start in range(0, width, BLOCK_K):
+        if not WHOLE:
+            x_inside = (m < num_rows)[:, None] & (start + k < width)[None, :]
+            w_inside = (n < outputs)[:, None] & (start + k < width)[None, :]
+        x = tl.load(x_rows + start, mask=x_inside, other=0.0)
+        w = tl.load(w_rows + start, mask=w_inside, other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
     if BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
-    place = out_ptr + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
-    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=m_inside & (n < OUTPUTS)[None, :])
+        acc += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+    place = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=(m < num_rows)[:, None] & (n < outputs)[None, :])
