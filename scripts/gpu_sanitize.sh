@@ -14,15 +14,17 @@ export PYTHONPATH=".:${PYTHONPATH:-}"
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
 "$PYTHON" scripts/sanitize_kernels.py # without a tool: compiles the kernels
-for tool in "$@"; do
-  began=$SECONDS status=0 own=()
+watch() { # TOOL
+  local began=$SECONDS status=0 own=()
   # What torch tries and is refused by the driver is no access of a kernel.
-  [ "$tool" = memcheck ] && own=(--report-api-errors no)
+  [ "$1" = memcheck ] && own=(--report-api-errors no)
   # Without torch's caching each tensor is an allocation of its own, past whose end nothing may be touched.
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$SANITIZER" --tool "$tool" "${own[@]}" --log-file "$logs/$tool.log" --error-exitcode 99 \
-    "$PYTHON" scripts/sanitize_kernels.py >"$logs/$tool.out" 2>&1 || status=$?
-  echo "$status $((SECONDS - began))" >"$logs/$tool.status"
-  tail -n 3 "$logs/$tool.log" "$logs/$tool.out"
-done
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$SANITIZER" --tool "$1" "${own[@]}" --log-file "$logs/$1.log" --error-exitcode 99 \
+    "$PYTHON" scripts/sanitize_kernels.py >"$logs/$1.out" 2>&1 || status=$?
+  echo "$status $((SECONDS - began))" >"$logs/$1.status"
+}
+for tool in "$@"; do watch "$tool" & done # side by side: they take long, and little of the GPU
+wait
+tail -n 3 "$logs"/*.log "$logs"/*.out || true
 "$SANITIZER" --version | tail -n 1 >"$logs/version"
 "$PYTHON" scripts/sanitizer_report.py "$REPORT" "$logs" "$@"
