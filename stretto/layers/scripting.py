@@ -41,7 +41,10 @@ def products_of(linears: Sequence[Linear]) -> nn.Module | None:
 
     None if the layers are not all of one kind, or need more than torch.
     """
-    first, bias = linears[0], all(getattr(linear, "bias_O", None) is not None for linear in linears)
+    biases = [getattr(linear, "bias_O", None) is not None for linear in linears]
+    first, bias = linears[0], biases[0]
+    if any(other != bias for other in biases):
+        return None
     if all(isinstance(linear, Float16Linear) for linear in linears):
         return _Float16Products(cast(Sequence[Float16Linear], linears))
     if all(isinstance(linear, PrepackedLinear) for linear in linears):
@@ -79,7 +82,7 @@ class _BiasedPrepackedProducts(nn.Module):
     def __init__(self, linears: Sequence[PrepackedLinear]) -> None:
         super().__init__()
         self.packed = [linear.packed for linear in linears]
-        self.biases = [linear.bias_O for linear in linears]
+        self.biases = [linear.bias_O for linear in linears if linear.bias_O is not None]
 
     def forward(self, layer: int, x_TI: Tensor) -> Tensor:
         """hot path"""
@@ -108,7 +111,7 @@ class _BiasedInt4Products(nn.Module):
     def __init__(self, linears: Sequence[Int4Linear]) -> None:
         super().__init__()
         self.products = _Int4Products(linears)
-        self.biases = [linear.bias_O for linear in linears]
+        self.biases = [linear.bias_O for linear in linears if linear.bias_O is not None]
 
     def forward(self, layer: int, x_TI: Tensor) -> Tensor:
         """hot path"""

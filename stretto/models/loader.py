@@ -19,6 +19,7 @@ from stretto.layers.formats import resolve_dtype
 from stretto.models.config import ModelConfig
 from stretto.models.decoder import Decoder
 from stretto.models.gguf import GGUFFile, config_from_gguf
+from stretto.models.huge_pages import anonymous_areas, back_with_huge_pages
 from stretto.models.registry import read_config
 from stretto.models.resolve import ResolvedModel
 from stretto.models.sources import GGUFSource, RandomSource, SafetensorsSource, WeightSource
@@ -77,6 +78,7 @@ def load_model(
     config = load_config(resolved) if gguf is None else _gguf_config(gguf)
     if max_model_len is None:
         max_model_len = config.context_length
+    areas = anonymous_areas() if device.type == "cpu" else None
     with torch.inference_mode():
         source: WeightSource
         if load_format == "dummy":
@@ -90,6 +92,8 @@ def load_model(
         )
         model = Decoder.load(config, weights, max_model_len, group)
         weights.finish()
+    if areas is not None:
+        back_with_huge_pages(areas)
     logger.info(
         "loaded %s (%s, %.0fM parameters) as %s (%s) in %.2f s",
         resolved.name,

@@ -37,10 +37,12 @@ class ScriptedLayers:
         self, residual_TD: Tensor, turns_T1h: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:
         """Hidden states after the last layer, in the residual's memory. hot path"""
-        before, after, update_TD = self.before, self.after, None
+        before, after = self.before, self.after
+        update_TD: Tensor | None = None
         for layer in range(self.num_layers):
             q_TNH, k_TKH, v_TKH = before(layer, residual_TD, update_TD, turns_T1h)
             update_TD = after(layer, residual_TD, attend(layer, q_TNH, k_TKH, v_TKH))
+        assert update_TD is not None  # a config has at least one layer
         return residual_TD.add_(update_TD)
 
 
