@@ -172,13 +172,14 @@ class FusedRunner:
             attention.work_for(plan.num_decode),
             self._kv_heads,
         )
-        fresh = not plan.start_B[plan.num_decode :].any()
+        layers = self._pieces if self._pieces.serves(plan.num_tokens) else model
+        # Where the host's time counts, one kernel that reads the cache is better than two that do not.
+        fresh = layers is model and not plan.start_B[plan.num_decode :].any()
         longest = int(plan.num_new_B.max())
         uniform = bool((plan.num_new_B[plan.num_decode :] == longest).all())
         step = self._paged_step(rows, plan.num_decode, fresh=fresh, longest=longest, uniform=uniform)
         attention.begin(step)
         residual_TD = model.embed(inputs.input_ids_T[: plan.num_tokens])
-        layers = self._pieces if self._pieces.serves(plan.num_tokens) else model
         residual_TD, update_TD = layers.forward(residual_TD, attention.attend_projected)
         if layout.num_sampled:
             last_S = inputs.last_token_S[: layout.num_sampled]

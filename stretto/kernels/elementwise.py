@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import options
+from stretto.kernels.launch import cdiv, next_power_of_2, options
 
 
 def add_rms_norm_reference(residual_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
@@ -41,7 +41,7 @@ def add_rms_norm(residual_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor
         rows,
         eps,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         PARTS=parts,
         num_warps=4 if width <= 2048 else 8,
         **options(residual_TD.device),
@@ -94,7 +94,7 @@ def sum_parts(parts_STD: Tensor, dtype: torch.dtype) -> Tensor:
     parts, rows, width = parts_STD.shape
     out_TD = torch.empty(rows, width, dtype=dtype, device=parts_STD.device)
     block = 1024
-    _sum_parts[(triton.cdiv(rows * width, block),)](
+    _sum_parts[(cdiv(rows * width, block),)](
         parts_STD, out_TD, rows * width, BLOCK=block, PARTS=parts, num_warps=4, **options(parts_STD.device)
     )
     return out_TD
@@ -123,7 +123,7 @@ def silu_and_mul(gate_up_T2F: Tensor) -> Tensor:
     rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     out_TF = torch.empty(rows, width, dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     block = 1024
-    _silu_and_mul[(rows, triton.cdiv(width, block))](
+    _silu_and_mul[(rows, cdiv(width, block))](
         gate_up_T2F, out_TF, WIDTH=width, BLOCK=block, num_warps=4, **options(gate_up_T2F.device)
     )
     return out_TF

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import options
+from stretto.kernels.launch import cdiv, next_power_of_2, options
 
 _CALLS: tl.constexpr = tl.constexpr(0)
 _ENDED: tl.constexpr = tl.constexpr(1)
@@ -97,7 +97,7 @@ def add_sum_rms_norm(
     rows, width = residual_TD.shape
     out_TD = torch.empty_like(residual_TD)
     words = width // 2 if residual_TD.dtype == torch.bfloat16 else width
-    block = triton.next_power_of_2(words)
+    block = next_power_of_2(words)
     _exchange[(rows,)](
         update_TD.view(torch.int32),
         residual_TD.view(torch.int32),
@@ -128,7 +128,7 @@ def _flat(into: Tensor, update: Tensor, peers: PeerBuffers, mode: int) -> None:
     words = _num_words(update)
     block = _FLAT_BLOCK if words <= _MANY_WORDS else _WIDE_BLOCK
     into_words = into.view(torch.int32)
-    _exchange[(triton.cdiv(words, block),)](
+    _exchange[(cdiv(words, block),)](
         update.view(torch.int32),
         into_words,
         into_words,

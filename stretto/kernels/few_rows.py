@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import dot_precision, options
+from stretto.kernels.launch import cdiv, dot_precision, next_power_of_2, options
 from stretto.kernels.small_matmul import small_matmul_reference
 
 MAX_ROWS = 64
@@ -77,24 +77,24 @@ def cut(outputs: int, width: int, itemsize: int, *, whole: bool) -> Cut:
     """How to cut a product; the same for any number of rows. What was fastest of what was measured on an H200."""
     aligned = width * itemsize % 16 == 0
     if not whole and itemsize == 2 and aligned and outputs * width <= _RESIDENT_ELEMENTS:
-        return Cut(_RESIDENT_SPAN, triton.cdiv(width, _RESIDENT_SPAN), 0)
+        return Cut(_RESIDENT_SPAN, cdiv(width, _RESIDENT_SPAN), 0)
     step = 256 // itemsize
-    tiles = triton.cdiv(outputs, _BLOCK)
+    tiles = cdiv(outputs, _BLOCK)
     spans = 1 if whole else max(1, _PROGRAMS // tiles)
-    span = step * triton.cdiv(width, step * spans)
+    span = step * cdiv(width, step * spans)
     most = span if outputs * width <= _RESIDENT_ELEMENTS else _MOST_PREFETCHED
     prefetch = min(span, most) if aligned else 0
-    return Cut(span, triton.cdiv(width, span), step, 4 if whole and width <= 2048 else 3, prefetch)
+    return Cut(span, cdiv(width, span), step, 4 if whole and width <= 2048 else 3, prefetch)
 
 
 def _launch(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, how: Cut, *, gate: bool) -> Tensor:
     (rows, width), outputs, device = x_MI.shape, weight_OI.shape[0], x_MI.device
-    block_m = max(16, triton.next_power_of_2(rows))
+    block_m = max(16, next_power_of_2(rows))
     if how.num_spans > 1:
         out = torch.empty(how.num_spans, rows, outputs, dtype=torch.float32, device=device)
     else:
         out = torch.empty(rows, outputs // 2 if gate else outputs, dtype=x_MI.dtype, device=device)
-    grid = (triton.cdiv(outputs, _BLOCK), how.num_spans)
+    grid = (cdiv(outputs, _BLOCK), how.num_spans)
     flags = {"BLOCK_M": block_m, "BLOCK_N": _BLOCK, "BIAS": bias_O is not None, "SUMS": how.num_spans > 1}
     bias = x_MI if bias_O is None else bias_O
     if not how.step:
@@ -112,7 +112,7 @@ def _launch(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, how: Cut, *,
         )
         return out
     if gate:
-        grid = (triton.cdiv(outputs // 2, _BLOCK // 2), 1)
+        grid = (cdiv(outputs // 2, _BLOCK // 2), 1)
     _streamed[grid](
         x_MI,
         weight_OI,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import dot_precision, num_multiprocessors, options
+from stretto.kernels.launch import cdiv, dot_precision, next_power_of_2, num_multiprocessors, options
 from stretto.kernels.prefill_attention import attend_block
 
 PART_TOKENS = 512
@@ -46,7 +46,7 @@ class PartScratch:
     ) -> PartScratch:
         """For steps of as many rows as do not keep the GPU busy with one program a row and kv head."""
         rows = min(max_rows, max(1, 2 * num_multiprocessors(device) // num_kv_heads))
-        shape = (rows, num_kv_heads, triton.cdiv(max_context, PART_TOKENS), num_heads // num_kv_heads)
+        shape = (rows, num_kv_heads, cdiv(max_context, PART_TOKENS), num_heads // num_kv_heads)
         return cls(
             torch.zeros(*shape, head_dim, dtype=torch.float32, device=device),
             torch.zeros(*shape, 2, dtype=torch.float32, device=device),
@@ -85,7 +85,7 @@ def invariant_attention(
     tokens, heads, dim = q_TNH.shape
     kv_heads = keys_PKSH.shape[1]
     groups = heads // kv_heads
-    groups_pad = triton.next_power_of_2(groups)
+    groups_pad = next_power_of_2(groups)
     tile_rows = max(_TILE_ROWS, groups_pad)
     queries = tile_rows // groups_pad
     parallel = scratch is not None
@@ -116,12 +116,12 @@ def invariant_attention(
         page_table_RM.stride(0),
         out_TNH.stride(0),
         scale * 1.4426950408889634,
-        ROWS=triton.next_power_of_2(max(2, slot_B.shape[0])),
+        ROWS=next_power_of_2(max(2, slot_B.shape[0])),
         GROUPS=groups,
         GROUPS_PAD=groups_pad,
         QUERIES=queries,
         DIM=dim,
-        DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        DIM_PAD=max(16, next_power_of_2(dim)),
         PAGE=keys_PKSH.shape[2],
         BLOCK_K=block_k,
         PART_BLOCKS=PART_TOKENS // block_k,

@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import dot_precision, options
+from stretto.kernels.launch import cdiv, dot_precision, options
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Tile:
         if dtype == torch.float32:  # computed by the ordinary units, in an order that the tile's shape may change
             return _EXACT
         for tile in TILES:
-            programs = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
+            programs = cdiv(rows, tile.rows) * cdiv(outputs, tile.outputs)
             if programs >= _LEAST_PROGRAMS and rows > tile.rows - 64:
                 return tile
         return SMALLEST_TILE
@@ -64,7 +63,7 @@ def invariant_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = No
     out_MO = torch.empty(rows, outputs, dtype=x_MI.dtype, device=x_MI.device)
     tile = tile or Tile.of(rows, outputs, x_MI.dtype)
     if rows:
-        _invariant_matmul[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
+        _invariant_matmul[(cdiv(rows, tile.rows) * cdiv(outputs, tile.outputs),)](
             x_MI,
             weight_OI,
             weight_OI if bias_O is None else bias_O,

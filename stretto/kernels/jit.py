@@ -25,7 +25,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
     """A kernel whose repeated launches cost a few microseconds of the host.
 
     Launched as Triton's are, `kernel[grid](*args, **constants)`: tensors and numbers by place, constants and launch
-    options by name. `grid` is a tuple. Not for kernels with tuples or descriptors among their arguments.
+    options by name. `grid` is a tuple. With a tensor descriptor among the arguments, Triton's own launch is used.
     """
 
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
@@ -38,7 +38,19 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
         if warmup or not _QUICK:
             return super().run(*args, grid=grid, warmup=warmup, **constants)
         device = torch._C._cuda_getDevice()
-        key = (device, *map(_kind, args, self._parameters), *constants.items())
+        # What a binary depends on, as Triton specialises it.
+        kinds: list[object] = [device, tuple(constants), *constants.values()]
+        for value, (constant, specialized) in zip(args, self._parameters, strict=False):
+            if isinstance(value, torch.Tensor):
+                kinds.append(value.dtype)
+                kinds.append(value.data_ptr() & 15)
+            elif type(value) is int and not constant:
+                kinds.append(-(2**31) <= value < 2**31)
+                if specialized:
+                    kinds.append(-1 if value == 1 else value & 15)
+            elif type(value) is not float or constant:
+                kinds.append(value)
+        key = tuple(kinds)
         try:
             binary = self._binaries.get(key)
         except TypeError:  # an argument that nothing is known of here, a tensor descriptor say
@@ -62,14 +74,3 @@ def kernel(function: Any = None, **options: Any) -> Any:
     if function is None:
         return lambda given: kernel(given, **options)
     return triton.jit(function, **options) if INTERPRETED else Kernel(function, **options)
-
-
-def _kind(value: Any, parameter: tuple[bool, bool]) -> object:
-    """What a binary depends on of an argument, as Triton specialises it."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() & 15 == 0
-    constant, specialized = parameter
-    if type(value) is int and not constant:
-        wide = not -(2**31) <= value < 2**31
-        return (wide, value == 1, value & 15 == 0) if specialized else wide
-    return type(value) if type(value) is float and not constant else (type(value), value)

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.decode_attention import DecodeWork, plan_decode_work
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import options
+from stretto.kernels.launch import cdiv, next_power_of_2, options
 
 if TYPE_CHECKING:  # only what they are made of matters here; the engine is above the kernels
     from stretto.engine.staging import PlanLayout
@@ -64,8 +63,8 @@ class StepInputs:
 # hot path
 def apply_plan(staged: Tensor, layout: PlanLayout, tables: DeviceTables, inputs: StepInputs) -> None:
     """Enter rows, new pages and admitted requests of the packed int32 plan `staged` into tables and inputs."""
-    rows_blocks = triton.cdiv(inputs.slot_B.shape[0], 256)
-    pages_blocks = triton.cdiv(layout.num_pages, 256)
+    rows_blocks = cdiv(inputs.slot_B.shape[0], 256)
+    pages_blocks = cdiv(layout.num_pages, 256)
     _apply_plan[(rows_blocks + pages_blocks + layout.num_admitted,)](
         staged,
         inputs.slot_B,
@@ -84,7 +83,7 @@ def apply_plan(staged: Tensor, layout: PlanLayout, tables: DeviceTables, inputs:
         layout.num_pages,
         tables.page_table_RM.stride(0),
         STOPS=layout.stop_width,
-        STOPS_PAD=triton.next_power_of_2(max(1, layout.stop_width)),
+        STOPS_PAD=next_power_of_2(max(1, layout.stop_width)),
         num_warps=4,
     )
 
@@ -160,7 +159,7 @@ def derive_decode(
     """
     width = table_VD.shape[1]
     pieces = work.num_pieces(num_kv_heads)
-    _derive_decode[(num_rows + triton.cdiv(pieces, _PART),)](
+    _derive_decode[(num_rows + cdiv(pieces, _PART),)](
         inputs.slot_B,
         tables.token_ids_RL,
         tables.page_table_RM,
@@ -179,11 +178,11 @@ def derive_decode(
         tables.page_table_RM.stride(0),
         PAGE=page_size,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         SPLIT=first_id is not None,
         FIRST_ID=first_id or 0,
         TABLE_ROWS=table_VD.shape[0],
-        ROWS=triton.next_power_of_2(max(2, num_rows)),
+        ROWS=next_power_of_2(max(2, num_rows)),
         UNIT=work.tuning.unit,
         PART=_PART,
         num_warps=4,
@@ -278,8 +277,8 @@ def derive_mixed(
     prefill_at = 2 * rows + layout.num_sampled + 3 * layout.num_pages + layout.num_admitted * (9 + layout.stop_width)
     tokens = num_decode + layout.num_prefill
     pieces = work.num_pieces(num_kv_heads)
-    plan_programs = triton.cdiv(pieces, _PART)
-    _derive_mixed[(triton.cdiv(tokens, _TOKENS) + 1 + plan_programs,)](
+    plan_programs = cdiv(pieces, _PART)
+    _derive_mixed[(cdiv(tokens, _TOKENS) + 1 + plan_programs,)](
         staged,
         tables.token_ids_RL,
         tables.page_table_RM,
@@ -303,7 +302,7 @@ def derive_mixed(
         tables.token_ids_RL.stride(0),
         tables.page_table_RM.stride(0),
         PAGE=page_size,
-        ROWS=triton.next_power_of_2(max(2, inputs.slot_B.shape[0])),
+        ROWS=next_power_of_2(max(2, inputs.slot_B.shape[0])),
         TOKENS=_TOKENS,
         UNIT=work.tuning.unit,
         PART=_PART,

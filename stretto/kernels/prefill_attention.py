@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import dot_precision, options
+from stretto.kernels.launch import dot_precision, next_power_of_2, options
 
 
 def prefill_attention_reference(
@@ -84,10 +84,10 @@ def prefill_attention(
         page_table_RM.stride(0),
         out_TNH.stride(0),
         scale * 1.4426950408889634,
-        ROWS=triton.next_power_of_2(max(2, slot_B.shape[0])),
+        ROWS=next_power_of_2(max(2, slot_B.shape[0])),
         GROUPS=heads // kv_heads,
         DIM=dim,
-        DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        DIM_PAD=max(16, next_power_of_2(dim)),
         PAGE=keys_PKSH.shape[2],
         BLOCK_Q=block_q,
         BLOCK_K=block_k,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stretto.kernels.elementwise import summed
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import options
+from stretto.kernels.launch import cdiv, next_power_of_2, options
 
 _HEADS = 8
 """Heads that one program handles."""
@@ -79,7 +79,7 @@ def rope_write(
     parts = qkv_TXH.shape[0] if qkv_TXH.dim() == 4 else 0
     out_TXH = qkv_TXH.new_empty((tokens, width, dim), dtype=keys_PKSH.dtype) if parts else qkv_TXH
     heads, kv_heads = transform.num_heads, transform.num_kv_heads
-    q_groups, kv_groups = triton.cdiv(heads, _HEADS), triton.cdiv(kv_heads, _HEADS)
+    q_groups, kv_groups = cdiv(heads, _HEADS), cdiv(kv_heads, _HEADS)
     norm = transform.norm_weight_QH
     _rope_write[(tokens, q_groups + 2 * kv_groups)](
         qkv_TXH,
@@ -97,7 +97,7 @@ def rope_write(
         KV_HEADS=kv_heads,
         WIDTH=width,
         DIM=dim,
-        BLOCK=triton.next_power_of_2(dim),
+        BLOCK=next_power_of_2(dim),
         PAGE=keys_PKSH.shape[2],
         GROUP=_HEADS,
         NORM=norm is not None,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import options
+from stretto.kernels.launch import cdiv, next_power_of_2, options
 from stretto.kernels.sampling_boundary import token_ranks
 from stretto.kernels.sampling_filters import RowFilters, find_boundaries
 
@@ -49,7 +49,7 @@ class SampleScratch:
     @classmethod
     def allocate(cls, max_rows: int, vocabulary: int, device: torch.device, *, block: int = _BLOCK) -> SampleScratch:
         """Room for `max_rows` rows of `vocabulary` logits. `block` (a power of two up to 4096) changes no result."""
-        shape = (max_rows, triton.cdiv(vocabulary, block))
+        shape = (max_rows, cdiv(vocabulary, block))
         return cls(
             torch.zeros(shape, dtype=torch.float32, device=device),
             torch.zeros(shape, dtype=torch.int32, device=device),
@@ -80,7 +80,7 @@ def mask_stop_ids(
             stop_ids_RE.stride(0),
             VOCABULARY=logits_SV.shape[1],
             IDS=ids,
-            IDS_PAD=triton.next_power_of_2(ids),
+            IDS_PAD=next_power_of_2(ids),
             num_warps=1,
             **options(logits_SV.device),
         )
@@ -109,7 +109,7 @@ def sample_rows(
     """
     rows, vocabulary = logits_SV.shape
     block = scratch.block
-    blocks = triton.cdiv(vocabulary, block)
+    blocks = cdiv(vocabulary, block)
     launch = options(logits_SV.device)
     stride = scratch.maximum_SG.stride(0)
     _row_maxima[(blocks, rows)](
@@ -145,7 +145,7 @@ def sample_rows(
             VOCABULARY=vocabulary,
             BLOCK=block,
             BLOCKS=blocks,
-            BLOCKS_PAD=triton.next_power_of_2(blocks),
+            BLOCKS_PAD=next_power_of_2(blocks),
             FILTERED=filters is not None,
             num_warps=8,
             **launch,
@@ -164,7 +164,7 @@ def sample_rows(
         stride,
         token_ids_RL.stride(0),
         BLOCKS=blocks,
-        BLOCKS_PAD=triton.next_power_of_2(blocks),
+        BLOCKS_PAD=next_power_of_2(blocks),
         GREEDY_ONLY=greedy_only,
         num_warps=1,
         **launch,

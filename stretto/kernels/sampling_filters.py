@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import num_multiprocessors, options
+from stretto.kernels.launch import cdiv, num_multiprocessors, options
 from stretto.kernels.sampling_boundary import (
     EVERYTHING,
     FEW,
@@ -115,7 +115,7 @@ def find_boundaries(
     if vocabulary > _MAX_VOCABULARY:
         raise ValueError(f"{vocabulary} tokens; probabilities are added up exactly up to {_MAX_VOCABULARY}")
     scratch = filters.scratch
-    tiles = triton.cdiv(vocabulary, tile)
+    tiles = cdiv(vocabulary, tile)
     parts = max(1, min(-(-scratch.programs // rows), tiles, _MAX_PARTS))
     launch = options(logits_SV.device)
     max_rows, max_partials = scratch.limit_S.shape[0], scratch.partial_P2Q.shape[1]

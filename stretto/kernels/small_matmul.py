@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.elementwise import add_rms_norm_reference, silu_and_mul_reference
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import options
+from stretto.kernels.launch import cdiv, next_power_of_2, options
 
 _MAX_CHUNK = 4096
 
@@ -66,8 +65,8 @@ def small_matmul(
     outputs = weight_OI.shape[0] // 2 if gate else weight_OI.shape[0]
     out = x_MI.new_empty(1, outputs) if add_to is None else add_to
     block_n, warps = gemv_blocks(outputs, width, gate)
-    chunk = min(_MAX_CHUNK, triton.next_power_of_2(width))
-    _gemv[(triton.cdiv(outputs, block_n),)](
+    chunk = min(_MAX_CHUNK, next_power_of_2(width))
+    _gemv[(cdiv(outputs, block_n),)](
         x_MI,
         x_MI if norm is None else norm.weight,
         weight_OI,
@@ -78,7 +77,7 @@ def small_matmul(
         WIDTH=width,
         BLOCK_N=block_n,
         CHUNK=chunk,
-        CHUNKS=triton.cdiv(width, chunk),
+        CHUNKS=cdiv(width, chunk),
         NORM=norm is not None,
         GATE=gate,
         ADD=add_to is not None,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stretto.kernels.exchange import PeerBuffers, await_flagged, begin_call, end_call, push_flagged
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import options
+from stretto.kernels.launch import cdiv, next_power_of_2, options
 from stretto.kernels.sampling import _GREEDY_BELOW, _HIGHEST_TEMPERATURE, SampleScratch, _row_maxima, exponential
 
 _NO_ID: tl.constexpr = tl.constexpr(2147483647)
@@ -62,8 +62,8 @@ def sample_split_rows(
     """
     rows = logits_Sv.shape[0]
     block = scratch.block
-    blocks = triton.cdiv(max(1, len(token_ids)), block)
-    blocks_pad = triton.next_power_of_2(blocks)
+    blocks = cdiv(max(1, len(token_ids)), block)
+    blocks_pad = next_power_of_2(blocks)
     launch = options(logits_Sv.device)
     stride = scratch.maximum_SG.stride(0)
     _row_maxima[(blocks, rows)](
