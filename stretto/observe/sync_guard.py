@@ -35,7 +35,7 @@ class _ThreadState(threading.local):
         """In a call that is already known to wait: what it does inside is not counted again."""
         self.late: tuple[FrameType, int] | None = None
         """Where the last such call was made. Torch keeps an operator's warnings until the call from Python that it is
-        part of returns, so CUDA's report of it may come after it, from the same line."""
+        part of returns, so CUDA's reports of it may come after it, from the same line."""
         self.scopes: list[ExitStack] = []
 
 
@@ -195,9 +195,9 @@ class SyncGuard:
         if not state.watches or state.inside:
             return
         frame = user_frame(sys._getframe(1))
-        late, state.late = state.late, None
-        if late is not None and late[0] is frame and late[1] == frame.f_lineno:
+        if state.late == (frame, frame.f_lineno):
             return
+        state.late = None
         if state.allowed:
             with self._lock:
                 self._allowed[state.allowed[-1]] = self._allowed.get(state.allowed[-1], 0) + 1
