@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Callable
@@ -222,6 +223,7 @@ def _memory(config: EngineConfig, model: Decoder, max_model_len: int, device: De
     """How a GPU's memory is divided, unless the size of the cache was given. Raises InvalidRequest with numbers."""
     if device.torch_device.type != "cuda" or config.num_pages or config.kv_cache_memory_bytes:
         return None
+    gc.collect()  # an engine that was closed before may still hold its cache in a cycle
     torch.cuda.empty_cache()  # what loading left in the allocator is free
     free, total = torch.cuda.mem_get_info(device.torch_device)
     return plan_memory(
