@@ -107,16 +107,17 @@ CONTEXTS = [[1], [65, 1, 200], *([[3] * 7, [130], [8192], [1] * 512, [100 + 3 * 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 @pytest.mark.parametrize("page_size", [1, 16, 64] if GPU else [16])
 @pytest.mark.parametrize("contexts", CONTEXTS, ids=lambda c: f"{len(c)}x{c[0]}")
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("pairs", [1, 200, 1000])
 def test_decode_attention(
-    heads: int, kv_heads: int, dim: int, page_size: int, contexts: list[int], few: bool, dtype: torch.dtype
+    heads: int, kv_heads: int, dim: int, page_size: int, contexts: list[int], pairs: int, dtype: torch.dtype
 ) -> None:
     if sum(contexts) * kv_heads * dim > 5e7:
         pytest.skip("the float32 reference would take long")
     paged = Paged(contexts, kv_heads, dim, page_size, dtype)
     rows = len(contexts)
     q = random(rows, heads + 5, dim, dtype=dtype)[:, :heads]
-    work = decode.DecodeWork.allocate(rows + 3, heads, kv_heads, dim, DEVICE, decode.Tuning.of(dim, few=few))
+    tuning = decode.Tuning.of(-(-pairs // kv_heads), heads, kv_heads, dim)
+    work = decode.DecodeWork.allocate(rows + 3, heads, kv_heads, dim, DEVICE, tuning)
     expected = decode.decode_attention_reference(
         q, paged.keys, paged.values, paged.table, paged.slots, paged.contexts, 0.3
     )

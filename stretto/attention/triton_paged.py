@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.attention.base import AttentionInputs, AttentionShape, IntArray
 from stretto.errors import NotSupported
-from stretto.kernels.decode_attention import FEW_PAIRS, DecodeWork, decode_attention, plan_decode
+from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode, row_steps
 from stretto.kernels.invariant_attention import PartScratch, invariant_attention
 from stretto.kernels.prefill_attention import prefill_attention
 from stretto.kernels.rope_write import HeadTransform, rope_write
@@ -93,9 +93,7 @@ class TritonPagedAttention:
         self._keys = tuple(self._cache[:, 0].unbind())
         self._values = tuple(self._cache[:, 1].unbind())
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device)
-        self._few_rows = min(max_rows, max(1, FEW_PAIRS // shape.num_kv_heads))
-        self._work_for_few = DecodeWork.allocate(self._few_rows, *heads)
-        self._work_for_many = DecodeWork.allocate(max_rows, *heads)
+        self._works = [(rows, DecodeWork.allocate(rows, *heads)) for rows in row_steps(max_rows, shape.num_kv_heads)]
         self._rows = torch.arange(max_rows, device=shape.device)
         self._decode_end_B = torch.arange(1, max_rows + 1, device=shape.device)
         self._parts: PartScratch | None = None
@@ -110,7 +108,7 @@ class TritonPagedAttention:
 
     def work_for(self, rows: int) -> DecodeWork:
         """Where the kernels look up how the attention of so many decode rows is cut."""
-        return self._work_for_few if rows <= self._few_rows else self._work_for_many
+        return next(work for most, work in self._works if rows <= most)
 
     @property
     def cache_bytes(self) -> int:

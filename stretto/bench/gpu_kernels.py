@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.bench import workloads
+from stretto.bench.decode_state import w1_decode_step
 from stretto.bench.gpu import environment
 from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode
 from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
@@ -147,28 +148,45 @@ def elementwise(report: Report, model: str, rows: int) -> None:
 
 
 def attention(report: Report, model: str, contexts: Sequence[int], page_size: int = 16) -> None:
-    """Decode attention of one layer over several layers' caches."""
-    shape = workloads.SHAPES[model]
-    heads, kv_heads, dim = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
+    """Decode attention of one layer over several layers' caches, pages in random order."""
     rows, most = len(contexts), -(-max(contexts) // page_size)
     pages = sum(-(-c // page_size) for c in contexts) + 1
-    num_bytes = sum(contexts) * 4 * kv_heads * dim
-    layers = max(1, int(_CACHE_BYTES // num_bytes))
-    caches = [random(2, pages, kv_heads, page_size, dim) for _ in range(layers)]
     order = (torch.randperm(pages - 1) + 1).tolist()
     table = torch.zeros(rows, most, dtype=torch.int64)
     for row, context in enumerate(contexts):
         count = -(-context // page_size)
         table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-    table = table.to(DEVICE)
-    slots, lengths = torch.arange(rows, device=DEVICE), torch.tensor(contexts, device=DEVICE)
+    name = f"{model} decode attention {rows} x {sum(contexts) // rows}"
+    _attention(report, model, name, (table, torch.arange(rows), torch.tensor(contexts)), sum(contexts), page_size)
+
+
+def attention_of_w1(report: Report, model: str, step: int) -> None:
+    """The same for what a step of W1 really reads: its rows, padding, and pages as the scheduler gave them out."""
+    state = w1_decode_step(step)
+    tables = tuple(torch.from_numpy(x) for x in (state.page_table_RM, state.slot_B, state.context_B))
+    name = f"{model} decode attention, W1 step {step}, {len(state.slot_B)} rows"
+    _attention(report, model, name, tables, state.num_tokens, 16)
+
+
+def _attention(
+    report: Report, model: str, name: str, tables: tuple[Tensor, ...], num_tokens: int, page_size: int
+) -> None:
+    """`tables`: page table, slots and contexts."""
+    shape = workloads.SHAPES[model]
+    heads, kv_heads, dim = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
+    num_bytes = num_tokens * 4 * kv_heads * dim
+    caches = [
+        random(2, int(tables[0].max()) + 1, kv_heads, page_size, dim)
+        for _ in range(max(1, int(_CACHE_BYTES // num_bytes)))
+    ]
+    table, slots, lengths = (x.to(DEVICE) for x in tables)
+    rows = len(slots)
     q, out = random(rows, heads, dim), random(rows, heads, dim)
     work = DecodeWork.allocate(rows, heads, kv_heads, dim, DEVICE)
     plan_decode(lengths, rows, kv_heads, work)
     calls = [
         lambda c=cache: decode_attention(q, c[0], c[1], table, slots, lengths, dim**-0.5, work, out) for cache in caches
     ]
-    name = f"{model} decode attention {rows} x {sum(contexts) // rows}"
     report.add(name, time_us(calls), num_bytes)
 
 
@@ -266,6 +284,8 @@ def main() -> None:
         for contexts in ([384], [384] * 32, [384] * 256, [1024] * 256, mixed, [8192], [8192] * 8):
             attention(report, "qwen3-0.6b", contexts)
         attention(report, "qwen3-8b", [384] * 128)
+        for step in (420, 700):
+            attention_of_w1(report, "qwen3-0.6b", step)
         for model in ("qwen3-0.6b", "qwen3-8b"):
             prefill(report, model, 4, 2048)
         for rows in (1, 32, 256, 512):

@@ -16,7 +16,7 @@ group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import dot_precision, num_multiprocessors, options
+from stretto.kernels.launch import cdiv, dot_precision, next_power_of_2, num_multiprocessors, options
 
-FEW_PAIRS = 256
+_FEW_PAIRS = (128, 256)
 """Up to so many pairs of row and kv head, what a program costs before its first key counts for more than bandwidth."""
 LEAST_TOKENS: tl.constexpr = tl.constexpr(64)
 """A program takes at least this many tokens of a row: merging more parts costs more than it saves."""
@@ -41,27 +41,37 @@ class Tuning:
     unit: int
     """Tokens of a unit."""
     heads: int
-    """kv heads of a unit, a power of 2: a product has 16 rows for query heads, so several cost no more than one."""
+    """kv heads of a unit, a power of 2 that divides all: a product has 16 rows for query heads, so several cost no more
+    than one, and what lies together in memory is read together."""
     warps: int
     buffers: int
-    """Units of keys and values in flight, the one being worked on included."""
+    """Units of keys and values in flight, the one being worked on included; one if elements are 4 bytes wide."""
     programs_per_multiprocessor: int
 
     @classmethod
-    def of(cls, head_dim: int, *, few: bool) -> Tuning:
-        """Measured on an H200 for heads of 128. `few`: see `FEW_PAIRS`."""
-        if few:
-            return cls(64 if head_dim <= 128 else 32, heads=1, warps=4, buffers=2, programs_per_multiprocessor=2)
-        if head_dim <= 128:
-            return cls(16, heads=2, warps=2, buffers=2, programs_per_multiprocessor=4)
-        return cls(16, heads=1, warps=2, buffers=2, programs_per_multiprocessor=4)
-
-    def fitting(self, num_heads: int, num_kv_heads: int) -> Tuning:
-        """The same with so few kv heads of a unit that they divide all, and their query heads fit into one product."""
-        heads = self.heads
+    def of(cls, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Tuning:
+        """For steps of up to `max_rows` rows. Measured on an H200 for heads of 128; others follow from them."""
+        wide = head_dim > 128
+        fewest, few = _FEW_PAIRS
+        if max_rows * num_kv_heads <= fewest:
+            return cls(32, heads=1, warps=4 if wide else 2, buffers=2, programs_per_multiprocessor=2 if wide else 4)
+        if max_rows * num_kv_heads <= few:
+            return cls(32 if wide else 64, heads=1, warps=4, buffers=2, programs_per_multiprocessor=2)
+        if wide:
+            return cls(16, heads=1, warps=2, buffers=2, programs_per_multiprocessor=4)
+        heads = 8
         while heads > 1 and (num_kv_heads % heads or heads * (num_heads // num_kv_heads) > 16):
             heads //= 2
-        return replace(self, heads=heads)
+        # As many programs as the shared memory holds: were there room for more, those of the next kernel would begin
+        # where they find it, and some multiprocessors get more of them than others.
+        programs = {8: 1, 4: 3, 2: 4, 1: 8}[heads] * (2 if head_dim <= 64 else 1)
+        return cls(16, heads, warps=heads, buffers=2, programs_per_multiprocessor=programs)
+
+
+def row_steps(max_rows: int, num_kv_heads: int) -> tuple[int, ...]:
+    """Numbers of rows, up to `max_rows`, up to which one `Tuning` is best: each wants a `DecodeWork` of its own."""
+    few = (max(1, pairs // num_kv_heads) for pairs in _FEW_PAIRS)
+    return tuple(sorted({max_rows, *(rows for rows in few if rows < max_rows)}))
 
 
 def decode_attention_reference(
@@ -114,8 +124,7 @@ class DecodeWork:
         tuning: Tuning | None = None,
     ) -> DecodeWork:
         """Room for steps of up to `max_rows` rows; `tuning` None chooses it for so many."""
-        tuning = tuning or Tuning.of(head_dim, few=max_rows * num_kv_heads <= FEW_PAIRS)
-        tuning = tuning.fitting(num_heads, num_kv_heads)
+        tuning = tuning or Tuning.of(max_rows, num_heads, num_kv_heads, head_dim)
         groups = num_kv_heads // tuning.heads
         programs = max(groups, num_multiprocessors(device) * tuning.programs_per_multiprocessor)
         together = num_heads // groups
@@ -203,7 +212,8 @@ def decode_attention(
     tuning = work.tuning
     together = heads // kv_heads * tuning.heads
     one_page = page_size % tuning.unit == 0
-    _decode_attention[(work.num_pieces(kv_heads), kv_heads // tuning.heads)](
+    buffers = tuning.buffers if keys_PKSH.element_size() <= 2 else 1
+    _decode_attention[(kv_heads // tuning.heads, work.num_pieces(kv_heads))](
         q_BNH,
         keys_PKSH,
         values_PKSH,
@@ -225,18 +235,18 @@ def decode_attention(
         HEADS=tuning.heads,
         GROUPS=heads // kv_heads,
         TOGETHER=together,
-        TOGETHER_PAD=max(16, triton.next_power_of_2(together)),
-        TOGETHER_MERGED=triton.next_power_of_2(together),
+        TOGETHER_PAD=max(16, next_power_of_2(together)),
+        TOGETHER_MERGED=next_power_of_2(together),
         DIM=dim,
-        DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        DIM_PAD=max(16, next_power_of_2(dim)),
         PAGE=page_size,
         UNIT=tuning.unit,
         ONE_PAGE=one_page,
-        PARTS=max(1, 16 // triton.next_power_of_2(together)),
+        PARTS=max(1, 16 // next_power_of_2(together)),
         PRECISION=dot_precision(q_BNH.dtype),
         num_warps=tuning.warps,
         # Page numbers read in the pipeline take a stage for each buffer; one page's is read a turn ahead instead.
-        num_stages=tuning.buffers + 1 if one_page else 2 * tuning.buffers + 1,
+        num_stages=buffers + 1 if one_page else 2 * buffers + 1,
         **options(q_BNH.device),
     )
 
@@ -275,10 +285,11 @@ def _decode_attention(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    piece = tl.program_id(0)
-    group = tl.program_id(1)
-    num_pieces = tl.num_programs(0)
-    num_groups = tl.num_programs(1)
+    # Programs begin in this order: those with work, where not all have some, are the first.
+    group = tl.program_id(0)
+    piece = tl.program_id(1)
+    num_groups = tl.num_programs(0)
+    num_pieces = tl.num_programs(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -397,13 +408,13 @@ def plan_decode(context_B: Tensor, num_rows: int, num_kv_heads: int, work: Decod
     """Fill `work` for the first `num_rows` rows from their contexts (int64, on the device), as a kernel of its own."""
     part = 64
     pieces = work.num_pieces(num_kv_heads)
-    _plan_decode[(triton.cdiv(pieces, part),)](
+    _plan_decode[(cdiv(pieces, part),)](
         context_B,
         work.line_B2,
         work.first_row_C,
         num_rows,
         pieces,
-        ROWS=triton.next_power_of_2(max(num_rows, 2)),
+        ROWS=next_power_of_2(max(num_rows, 2)),
         UNIT=work.tuning.unit,
         PART=part,
         num_warps=4,
