@@ -132,8 +132,8 @@ def attention() -> None:
             table[row + 1, :count] = torch.tensor([order.pop() for _ in range(count)])
         cache, where = low(2, sum(used) + 1, kv_heads, size, dim), table.to(DEVICE)
         slots, lengths = longs([1, 2, 3, 4]), longs(contexts)
-        for few in (False, True):
-            work = DecodeWork.allocate(4, heads, kv_heads, dim, DEVICE, Tuning.of(dim, few=few))
+        for rows in (4, 30, 4000):  # shaped as for so many
+            work = DecodeWork.allocate(4, heads, kv_heads, dim, DEVICE, Tuning.of(rows, heads, kv_heads, dim))
             plan_decode(lengths, 4, kv_heads, work)
             q, out = low(4, heads, dim), low(4, heads, dim)
             decode_attention(q, cache[0], cache[1], where, slots, lengths, 0.3, work, out)

@@ -170,7 +170,8 @@ def test_shapes_without_a_kernel_are_refused(changes: dict[str, Any], stand_in: 
         FlashInferAttention(shape_of(**changes), 4, overlap_depth=1)
 
 
-def test_a_missing_package_is_named_with_the_way_to_install_it() -> None:
+def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(NotSupported, match=r"pip install 'stretto\[flashinfer\]'"):
         FlashInferAttention(shape_of(), 4, overlap_depth=1)
 
