@@ -13,7 +13,7 @@ busy=tests/gpu/test_overlap_gates_gpu.py
 several=tests/gpu/test_tp_gpu.py
 kernels=tests/test_kernels.py
 # shellcheck disable=SC2207
-others=($({ grep -rl --include='*.py' 'mark\.gpu' tests; ls tests/test_kernels*.py tests/test_fused_engine.py; } |
+others=($({ grep -rl --include='*.py' 'mark\.gpu' tests; ls tests/test_kernels*.py tests/test_fused_engine.py tests/test_deterministic.py; } |
   sort -u | grep -vxF -e "$busy" -e "$several" -e "$kernels"))
 folder="$(mktemp -d)"
 status=0
