@@ -43,10 +43,17 @@ def add_rms_norm(residual_TD: Tensor, update_TD: Tensor | None, weight_D: Tensor
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         PARTS=parts,
-        num_warps=4 if width <= 2048 else 8,
+        num_warps=_norm_warps(width, parts),
         **options(residual_TD.device),
     )
     return out_TD
+
+
+def _norm_warps(width: int, parts: int) -> int:
+    """With more elements a thread than two, compilers read parts one after the other, each a trip to memory."""
+    if parts <= 1:
+        return 4 if width <= 2048 else 8
+    return min(32, max(4, triton.next_power_of_2(width) // 64))
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -82,9 +89,12 @@ def _add_rms_norm(
 @triton.jit
 def summed(ptrs, inside, stride, PARTS: tl.constexpr):
     """The sum in float32, in order, of `PARTS` vectors, `stride` elements apart."""
-    total = tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    parts = ()
+    for part in tl.static_range(PARTS):  # all on their way before the first is needed
+        parts = parts + (tl.load(ptrs + part * stride, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
+    total = parts[0]
     for part in tl.static_range(1, PARTS):
-        total += tl.load(ptrs + part * stride, mask=inside, other=0.0).to(tl.float32)
+        total += parts[part]
     return total
 
 

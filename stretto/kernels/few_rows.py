@@ -31,8 +31,6 @@ _RESIDENT_ELEMENTS = 2 * 132 * _BLOCK * _RESIDENT_SPAN
 """Up to here all tiles of the weight fit into the shared memory of an H200 at once, two a multiprocessor."""
 _PROGRAMS = 3 * 132
 """About how many programs stream larger weights: as many as run at once on an H200."""
-_MOST_PREFETCHED = 512
-"""Columns that each program of a large weight has brought to the L2 cache: more would drive each other out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,8 @@ class Cut:
     step: int
     """Columns of a turn; 0: the program holds its whole tile."""
     stages: int = 1
-    prefetch: int = 0
-    """Columns of a span that are sent for before the wait."""
+    prefetch: bool = False
+    """The tile is sent for before the wait."""
 
 
 def few_rows_matmul_reference(
@@ -82,8 +80,8 @@ def cut(outputs: int, width: int, itemsize: int, *, whole: bool) -> Cut:
     tiles = cdiv(outputs, _BLOCK)
     spans = 1 if whole else max(1, _PROGRAMS // tiles)
     span = step * cdiv(width, step * spans)
-    most = span if outputs * width <= _RESIDENT_ELEMENTS else _MOST_PREFETCHED
-    prefetch = min(span, most) if aligned else 0
+    # Of larger weights, programs that wait their turn would drive each other's tiles out of the cache.
+    prefetch = outputs * width <= _RESIDENT_ELEMENTS
     return Cut(span, cdiv(width, span), step, 4 if whole and width <= 2048 else 3, prefetch)
 
 
@@ -123,6 +121,7 @@ def _launch(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, how: Cut, *,
         WIDTH=width,
         SPAN=how.span,
         STEP=how.step,
+        SPAN_PAD=max(64, triton.next_power_of_2(how.span)),
         PREFETCH=how.prefetch,
         GATE=gate,
         PRECISION=dot_precision(x_MI.dtype),
@@ -174,6 +173,7 @@ def _streamed(
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     SPAN: tl.constexpr,
+    SPAN_PAD: tl.constexpr,
     STEP: tl.constexpr,
     PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -184,7 +184,7 @@ def _streamed(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Turns over columns, several in flight; the first columns are sent for before the wait."""
+    """Turns over columns, several in flight; before the wait, the tile may be sent for."""
     tile = tl.program_id(0)
     span = tl.program_id(1)
     r = tl.arange(0, BLOCK_N)
@@ -200,14 +200,16 @@ def _streamed(
     w_rows = weight_ptr + n.to(tl.int64) * WIDTH + span * SPAN
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH > 0:
-            # Past the last row the first one is sent for again.
-            columns = tl.minimum(PREFETCH, WIDTH - span * SPAN)
-            begin = tl.where(n_inside, w_rows.to(tl.int64), (weight_ptr + span * SPAN).to(tl.int64))
+        if PREFETCH:  # a line of 128 bytes each
+            per_line: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+            c = tl.arange(0, SPAN_PAD // per_line) * per_line
+            # Past the last row or column the first one is sent for again.
+            begin = tl.where(n_inside, n, 0).to(tl.int64) * WIDTH + span * SPAN
+            lines = weight_ptr + begin[:, None] + tl.where(span * SPAN + c < WIDTH, c, 0)[None, :]
             tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-                "=r,l,r",
-                [begin, tl.full((BLOCK_N,), columns * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8), tl.int32)],
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [lines.to(tl.int64)],
                 dtype=tl.int32,
                 is_pure=False,
                 pack=1,

@@ -102,7 +102,7 @@ def rope_write(
         GROUP=_HEADS,
         NORM=norm is not None,
         PARTS=parts,
-        num_warps=4,
+        num_warps=4 if parts <= 2 else 8,
         **options(qkv_TXH.device),
     )
     return out_TXH
@@ -111,20 +111,19 @@ def rope_write(
 @triton.jit
 def transformed(
     x,
-    norm_ptrs,
+    norm_weight,
     turns,
     eps,
-    inside,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Heads [ROWS, DIM_PAD] normed (weights at `norm_ptrs`, of the same shape) and turned, in their own dtype."""
+    """Heads [ROWS, DIM_PAD] normed (with float32 weights of the same shape) and turned, in their own dtype."""
     wide = x.to(tl.float32)
     if NORM:
         factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / DIM + eps)
-        wide = wide * factor[:, None] * tl.load(norm_ptrs, mask=inside, other=0.0).to(tl.float32)
+        wide = wide * factor[:, None] * norm_weight
     cosine, sine = tl.split(tl.reshape(turns, (DIM_PAD // 2, 2)))
     even, odd = tl.split(tl.reshape(wide, (ROWS, DIM_PAD // 2, 2)))
     turned = tl.join(
@@ -166,12 +165,8 @@ def _rope_write(
     within = tl.arange(0, GROUP)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     is_q = group < q_groups
     is_v = group >= q_groups + kv_groups
-    # At once, as each costs a trip to memory.
-    position = tl.load(positions_ptr + token)
-    location = tl.load(location_ptr + token)
     # Heads counted over q, then k, then v; `kv_head` within k or v.
     if is_q:
         kv_head = group * GROUP + within
@@ -186,15 +181,25 @@ def _rope_write(
         first = HEADS
         count = KV_HEADS
     inside = (kv_head < count)[:, None] & (d < DIM)[None, :]
-    place = token * (WIDTH * DIM) + (first + kv_head)[:, None] * DIM + d[None, :]
+    from_head = (first + kv_head)[:, None] * DIM + d[None, :]
+    norm_weight = 0.0
+    if NORM:
+        norm_weight = tl.load(norm_ptr + from_head, mask=inside & (group < q_groups + kv_groups), other=0.0).to(
+            tl.float32
+        )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # All at once, as each costs a trip to memory.
+    position = tl.load(positions_ptr + token)
+    location = tl.load(location_ptr + token)
+    place = token * (WIDTH * DIM) + from_head
     if PARTS > 0:
         x = summed(qkv_ptr + place, inside, tokens.to(tl.int64) * WIDTH * DIM, PARTS).to(out_ptr.dtype.element_ty)
     else:
         x = tl.load(qkv_ptr + place, mask=inside, other=0.0)
     if not is_v:
         turns = tl.load(turns_ptr + position * DIM + d, mask=d < DIM, other=0.0)
-        heads_norm = norm_ptr + (first + kv_head)[:, None] * DIM + d[None, :]
-        x = transformed(x, heads_norm, turns, eps, inside, GROUP, DIM, BLOCK, NORM)
+        x = transformed(x, norm_weight, turns, eps, GROUP, DIM, BLOCK, NORM)
         tl.store(out_ptr + place, x, mask=inside)
     elif PARTS > 0:
         tl.store(out_ptr + place, x, mask=inside)

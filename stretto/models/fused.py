@@ -39,8 +39,11 @@ SMALL_ROWS = 1
 FEW_ROWS = few_rows.MAX_ROWS
 """Up to this many rows, products of decode steps run in `few_rows`; beyond it, and in steps with prompts, in cuBLAS."""
 
-WIDEST_FEW_ROWS_HEAD = 2048
-"""Of heads over wider hidden states no product of few rows was measured."""
+FEW_ROWS_OF_WIDE = 32
+"""As `FEW_ROWS`, for hidden states wider than `WIDE`: rows of x are read as often as there are 64 rows of weights."""
+
+WIDE = 2048
+"""Heads over wider hidden states always run in cuBLAS: no other product of theirs was measured."""
 
 WIDEST_GATE = 2048
 """For wider hidden states cuBLAS and a kernel for the gate beat the fused product (measured on an H200)."""
@@ -115,7 +118,8 @@ class FusedDecoder:
         self.config: ModelConfig = config
         self.decoder = decoder
         self.small_rows = small_rows
-        self._few_rows = FEW_ROWS if product is F.linear else 0
+        wide = config.hidden_size > WIDE
+        self._few_rows = 0 if product is not F.linear else min(FEW_ROWS, FEW_ROWS_OF_WIDE if wide else FEW_ROWS)
         self.embedding_VD = decoder.embedding.weight_VD
         """The rank's part of the table."""
         embedding = decoder.embedding
@@ -207,7 +211,7 @@ class FusedDecoder:
         if residual_SD.shape[0] <= self.small_rows and update_SD is None:
             return small_matmul(residual_SD, head.weight_OI, head.bias_O, norm=norm)
         x_SD = self._add_norm(residual_SD, update_SD, norm)
-        if 1 < x_SD.shape[0] <= self._few_rows and x_SD.shape[1] <= WIDEST_FEW_ROWS_HEAD:
+        if 1 < x_SD.shape[0] <= self._few_rows and x_SD.shape[1] <= WIDE:
             return few_rows.few_rows_matmul(x_SD, head.weight_OI, head.bias_O, whole=True)
         return head(x_SD)
 
