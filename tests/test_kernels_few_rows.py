@@ -22,9 +22,11 @@ from tests.test_kernels import assert_close as assert_close_as_usual
 # What the interpreter cannot multiply in bfloat16 it does in float16.
 DTYPES = [torch.float32, torch.bfloat16 if GPU else torch.float16]
 
-SHAPES = [(64, 48), (200, 72), (1024, 40), (1288, 130), (45, 20)]
-LARGE = [(1024, 4096), (2048, 1024), (3072, 1024), (4096, 6144), (12288, 4096), (1024, 151_936)] if GPU else []
-GATED = [(64, 24), (200, 36), (45, 33), *([(1024, 3072), (4096, 12288)] if GPU else [])]
+SHAPES = [(64, 48, False), (200, 72, True), (1024, 40, False), (1288, 130, True), (45, 20, True)]
+LARGE = [(1024, 4096), (2048, 1024), (3072, 1024), (4096, 6144), (12288, 4096), (1024, 151_936)]
+SHAPES += [(width, outputs, False) for width, outputs in LARGE] if GPU else []
+GATED = [(64, 24, False), (200, 36, True), (45, 33, True)]
+GATED += [(1024, 3072, False), (4096, 12288, False)] if GPU else []
 ROWS = [2, 3, 8, 17, 32, 64] if GPU else [2, 17]
 
 
@@ -43,8 +45,7 @@ def _seeded() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("width", "outputs"), SHAPES + LARGE)
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("width", "outputs", "biased"), SHAPES)
 @pytest.mark.parametrize("whole", [False, True])
 def test_few_rows_matmul(rows: int, width: int, outputs: int, biased: bool, whole: bool, dtype: torch.dtype) -> None:
     x, weight = random(rows, width, dtype=dtype), random(outputs, width, dtype=dtype) / width**0.5
@@ -56,10 +57,7 @@ def test_few_rows_matmul(rows: int, width: int, outputs: int, biased: bool, whol
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    ("width", "ffn"), [(64, 24), (200, 36), (45, 33), *([(1024, 3072), (4096, 12288)] if GPU else [])]
-)
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("width", "ffn", "biased"), GATED)
 def test_few_rows_gated(rows: int, width: int, ffn: int, biased: bool, dtype: torch.dtype) -> None:
     x, weight = random(rows, width, dtype=dtype), random(2 * ffn, width, dtype=dtype) / width**0.5
     bias = random(2 * ffn, dtype=dtype) if biased else None

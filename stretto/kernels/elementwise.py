@@ -53,7 +53,7 @@ def _norm_warps(width: int, parts: int) -> int:
     """With more elements a thread than two, compilers read parts one after the other, each a trip to memory."""
     if parts <= 1:
         return 4 if width <= 2048 else 8
-    return min(32, max(4, triton.next_power_of_2(width) // 64))
+    return min(32, max(4, int(triton.next_power_of_2(width)) // 64))
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -89,9 +89,10 @@ def _add_rms_norm(
 @triton.jit
 def summed(ptrs, inside, stride, PARTS: tl.constexpr):
     """The sum in float32, in order, of `PARTS` vectors, `stride` elements apart."""
-    parts = ()
-    for part in tl.static_range(PARTS):  # all on their way before the first is needed
-        parts = parts + (tl.load(ptrs + part * stride, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
+    parts = (tl.load(ptrs, mask=inside, other=0.0).to(tl.float32),)
+    for part in tl.static_range(1, PARTS):  # all on their way before the first is needed
+        loaded = tl.load(ptrs + part * stride, mask=inside, other=0.0).to(tl.float32)
+        parts = parts + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
     total = parts[0]
     for part in tl.static_range(1, PARTS):
         total += parts[part]
