@@ -70,6 +70,19 @@ class _Step:
         gathered = (len(work.gathered_pages), kv_heads * size * dim)
         self.gathered_keys = take("decode keys", gathered, dtype)
         self.gathered_values = take("decode values", gathered, dtype)
+        # Slices that every layer takes: (first kv head's page, kv heads' pages, q, scores, weights, partial results).
+        self.run_parts: list[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        end = 0
+        for page, count in work.runs:
+            part = slice(end, end + count * kv_heads)
+            tensors = (self.q[part], self.scores[part], self.item_weights[part], self.partial[part])
+            self.run_parts.append((page * kv_heads, count * kv_heads, *tensors))
+            end = part.stop
+        self.gathered_part = (self.q[end:], self.scores[end:], self.item_weights[end:], self.partial[end:])
+        self.has_gathered = work.num_slots * kv_heads > end
+        self.gathered_keys_transposed = self.gathered_keys.view(-1, size, dim).transpose(-1, -2)
+        self.gathered_values_view = self.gathered_values.view(-1, size, dim)
+        self.placed_partial_XX = self.placed_partial_BMX.view(-1, self.width)
         self.mask_B1C = take("decode mask", (rows, 1, most * size), dtype)
         self._position_C = np.arange(most * size)
         self._context_B: IntArray | None = None
@@ -127,21 +140,15 @@ class PagedDecode:
         """o_BNH in the cache's dtype. The new keys and values are in the cache already. hot path"""
         step, shape = self._step, self._shape
         assert step is not None
-        kv_heads = shape.num_kv_heads
         torch.index_select(q_TNH.to(shape.dtype).flatten(1), 0, step.token_W, out=step.q_WX)
         keys_transposed, values = self._keys_transposed[layer], self._values[layer]
-        end = 0
-        for page, count in step.work.runs:
-            begin, end = end, end + count * kv_heads
-            scores = step.scores[begin:end]
-            keys = keys_transposed.narrow(0, page * kv_heads, count * kv_heads)
-            torch.baddbmm(scores, step.q[begin:end], keys, beta=0, alpha=shape.scale, out=scores)
-        gathered = step.work.num_slots * kv_heads > end
-        if gathered:
+        for first, count, q, scores, _, _ in step.run_parts:
+            keys = keys_transposed.narrow(0, first, count)
+            torch.baddbmm(scores, q, keys, beta=0, alpha=shape.scale, out=scores)
+        if step.has_gathered:
             torch.index_select(self._key_pages[layer], 0, step.gathered_pages, out=step.gathered_keys)
-            keys = step.gathered_keys.view(-1, shape.page_size, shape.head_dim).transpose(-1, -2)
-            scores = step.scores[end:]
-            torch.baddbmm(scores, step.q[end:], keys, beta=0, alpha=shape.scale, out=scores)
+            q, scores, _, _ = step.gathered_part
+            torch.baddbmm(scores, q, step.gathered_keys_transposed, beta=0, alpha=shape.scale, out=scores)
 
         if not step.in_place:
             torch.index_select(step.scores_XS, 0, step.score_of_place, out=step.placed_XS)
@@ -149,18 +156,15 @@ class PagedDecode:
         if not step.in_place:
             torch.index_select(step.weights_XS, 0, step.place_of_score, out=step.item_weights_XS)
 
-        end = 0
-        for page, count in step.work.runs:
-            begin, end = end, end + count * kv_heads
-            page_values = values.narrow(0, page * kv_heads, count * kv_heads)
-            torch.bmm(step.item_weights[begin:end], page_values, out=step.partial[begin:end])
-        if gathered:
+        for first, count, _, _, weights, partial in step.run_parts:
+            torch.bmm(weights, values.narrow(0, first, count), out=partial)
+        if step.has_gathered:
             torch.index_select(self._value_pages[layer], 0, step.gathered_pages, out=step.gathered_values)
-            page_values = step.gathered_values.view(-1, shape.page_size, shape.head_dim)
-            torch.bmm(step.item_weights[end:], page_values, out=step.partial[end:])
+            _, _, weights, partial = step.gathered_part
+            torch.bmm(weights, step.gathered_values_view, out=partial)
         if step.in_place:
             return step.partial_WX[: self.num_rows].view(self.num_rows, shape.num_heads, shape.head_dim)
         # Not `embedding_bag`, which is one operation: FBGEMM's kernel halves the speed of the product that follows it.
-        torch.index_select(step.partial_WX, 0, step.item_of_place, out=step.placed_partial_BMX.view(-1, step.width))
+        torch.index_select(step.partial_WX, 0, step.item_of_place, out=step.placed_partial_XX)
         o_BX = step.placed_partial_BMX.sum(1)
         return o_BX.view(self.num_rows, shape.num_heads, shape.head_dim)
