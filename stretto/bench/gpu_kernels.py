@@ -19,6 +19,7 @@ from torch import Tensor
 from stretto.bench import workloads
 from stretto.bench.decode_state import w1_decode_step
 from stretto.bench.gpu import environment
+from stretto.kernels import few_rows
 from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode
 from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
 from stretto.kernels.prefill_attention import prefill_attention
@@ -105,7 +106,10 @@ def ceilings(report: Report) -> None:
 
 
 def matrices(report: Report, model: str, rows: int) -> None:
-    """The products of one layer: cuBLAS, and ours where it takes that many rows, each with its norm, gate or sum."""
+    """The products of one layer: cuBLAS, and ours where they take that many rows.
+
+    Ours include the norm, gate and sum for one row, and the gate for more; their sums may be in parts.
+    """
     shape = workloads.SHAPES[model]
     hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     q, kv = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
@@ -125,6 +129,12 @@ def matrices(report: Report, model: str, rows: int) -> None:
         if rows == 1:
             ours = partial(small_matmul, x, norm=norm, gate=gate, add_to=target)
             report.add(f"{label} ours", time_us([partial(ours, weight_OI=w) for w in weights]), num_bytes)
+        elif rows <= few_rows.MAX_ROWS:
+            if gate:
+                calls = [partial(few_rows.few_rows_gated, x, w) for w in weights]
+            else:
+                calls = [partial(few_rows.few_rows_matmul, x, w, whole=name == "head") for w in weights]
+            report.add(f"{label} ours", time_us(calls), num_bytes)
 
 
 def elementwise(report: Report, model: str, rows: int) -> None:
