@@ -78,8 +78,11 @@ def cut(outputs: int, width: int, itemsize: int, *, whole: bool) -> Cut:
         return Cut(_RESIDENT_SPAN, cdiv(width, _RESIDENT_SPAN), 0)
     step = 256 // itemsize
     tiles = cdiv(outputs, _BLOCK)
-    spans = 1 if whole else max(1, _PROGRAMS // tiles)
-    span = step * cdiv(width, step * spans)
+    steps = cdiv(width, step)
+    most = 1 if whole else max(1, _PROGRAMS // tiles)
+    # Equal spans, unless that would make them more than twice as long as they may be.
+    spans = next((s for s in range(most, most // 2, -1) if steps % s == 0), most)
+    span = step * cdiv(steps, spans)
     # Of larger weights, programs that wait their turn would drive each other's tiles out of the cache.
     prefetch = outputs * width <= _RESIDENT_ELEMENTS
     return Cut(span, cdiv(width, span), step, 4 if whole and width <= 2048 else 3, prefetch)
