@@ -53,7 +53,7 @@ def _norm_warps(width: int, parts: int) -> int:
     """With more elements a thread than two, compilers read parts one after the other, each a trip to memory."""
     if parts <= 1:
         return 4 if width <= 2048 else 8
-    return min(32, max(4, int(triton.next_power_of_2(width)) // 64))
+    return min(32, max(4, next_power_of_2(width) // 64))
 
 
 @kernel(do_not_specialize=["num_rows"])
