@@ -242,7 +242,8 @@ def decode_attention(
         PAGE=page_size,
         UNIT=tuning.unit,
         ONE_PAGE=one_page,
-        PARTS=max(1, 16 // next_power_of_2(together)),
+        # As many parts at once as 64 registers of each thread hold.
+        PARTS=max(1, 2048 * tuning.warps // (next_power_of_2(together) * next_power_of_2(dim))),
         PRECISION=dot_precision(q_BNH.dtype),
         num_warps=tuning.warps,
         # Page numbers read in the pipeline take a stage for each buffer; one page's is read a turn ahead instead.
