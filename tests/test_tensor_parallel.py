@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,15 @@ def test_waiting_for_a_rank_that_never_comes_can_be_given_up() -> None:
     def look() -> None:
         raise EngineBroken("rank 1 is dead")
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
     with pytest.raises(EngineBroken, match="rank 1 is dead"):
-        connect_group(store, 0, 2, torch.device("cpu"), timeout_s=2.0, look=look)
+        connect_group(client, 0, 2, torch.device("cpu"), timeout_s=20.0, look=look)
+    del server  # whoever waits in it hears of that: a thread that is left would end the process badly
+    for thread in threading.enumerate():
+        if thread.name == "stretto-tensors-connect":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("vocabulary", [5, 199, 5000])

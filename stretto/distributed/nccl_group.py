@@ -66,10 +66,11 @@ class NcclGroup:
         self._sum_ranks = sum_ranks
 
         torch.cuda.set_device(device)  # every thread has its own current device
-        options = ProcessGroupNCCL.Options()
+        nccl: Any = ProcessGroupNCCL  # torch's stubs lack its calls
+        options = nccl.Options()
         options._timeout = timeout
         with _own_failures():
-            self._group: Any = ProcessGroupNCCL(store, rank, size, options)
+            self._group: Any = nccl(store, rank, size, options)
         # Here, not in the first step or in the middle of a capture. (Torch's own call for this may hold the GIL.)
         self._group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.synchronize(device)
