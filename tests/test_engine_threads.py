@@ -11,9 +11,11 @@ import pytest
 
 from stretto.device.cpu import CpuDevice
 from stretto.device.delayed import DelayedCpuDevice
+from stretto.engine.engine import Engine
 from stretto.request import SamplingParams
 from stretto.scheduler.integrity import IntegrityError
 from tests.helpers.dummy_model import write_dummy_model
+from tests.helpers.llm_fixture import dummy_llm
 from tests.helpers.simulation import Simulation, small_config
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -117,3 +119,28 @@ def test_a_cpu_engine_has_one_openmp_pool(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     before, after = done.stdout.split()
     assert before == after
+
+
+def test_pages_that_are_released_alone_leave_the_row_of_padding_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slot 0 is nobody's, and what captures steps pads them with it: poisoned, it pointed far outside of the tables."""
+    monkeypatch.setenv("STRETTO_CHECK", "1")
+    released: list[tuple[int, int]] = []
+    poison = Engine.poison
+
+    def seen(self: Engine, slot: int, pages: list[int]) -> None:
+        released.append((slot, len(pages)))
+        poison(self, slot, pages)
+
+    monkeypatch.setattr(Engine, "poison", seen)
+    with dummy_llm(tmp_path, max_model_len=64, num_pages=8, page_size=8, max_num_seqs=2) as llm:
+        for first in range(6):  # each prompt drives cached pages of earlier ones out
+            llm.generate([{"prompt_token_ids": [first, *range(1, 30)]}], SamplingParams(max_tokens=4), use_tqdm=False)
+        engine = llm._runtime.engine
+        rows = llm._runtime.device.call(
+            lambda: (engine.tables.length_R[0].clone(), engine.tables.token_ids_RL[0].clone())
+        )
+    assert any(slot == 0 and count for slot, count in released), "nothing was driven out of the cache"
+    assert rows[0] == 0
+    assert not rows[1].any()

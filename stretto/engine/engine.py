@@ -237,11 +237,15 @@ class Engine:
         return [("token", slot * width + position) for slot, position in positions]
 
     def poison(self, slot: int, pages: list[int]) -> None:
-        """Fill what was released with garbage, after all launched steps (only when everything is checked)."""
+        """Fill what was released with garbage, after all launched steps (only when everything is checked).
+
+        `slot` 0: pages alone. Its row is nobody's, and the padding of captured steps reads it.
+        """
         self.stream.run(self._poison, slot, pages)
 
     def _poison(self, slot: int, pages: list[int]) -> None:
-        self.tables.poison_row(slot)
+        if slot:
+            self.tables.poison_row(slot)
         for page in pages:
             self.attention.poison_page(page)
 
