@@ -243,7 +243,7 @@ def _streamed(
 @triton.jit
 def _biased(acc, bias_ptr, n, n_inside, span):
     """The bias belongs to the first span."""
-    bias = tl.load(bias_ptr + n, mask=n_inside & (span == 0), other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + n, mask=n_inside & (n * 0 + span == 0), other=0.0).to(tl.float32)
     return acc + bias[:, None]
 
 

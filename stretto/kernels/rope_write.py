@@ -184,9 +184,9 @@ def _rope_write(
     from_head = (first + kv_head)[:, None] * DIM + d[None, :]
     norm_weight = 0.0
     if NORM:
-        norm_weight = tl.load(norm_ptr + from_head, mask=inside & (group < q_groups + kv_groups), other=0.0).to(
-            tl.float32
-        )
+        norm_weight = tl.load(
+            norm_ptr + from_head, mask=inside & (d * 0 + group < q_groups + kv_groups)[None, :], other=0.0
+        ).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     # All at once, as each costs a trip to memory.
