@@ -65,16 +65,12 @@ class Step:
         self.context_B = np.array(contexts, dtype=np.int64)
         pages_per_row = -(-(max(contexts) + PREFILL) // page_size)
         self.attention = PagedTorchAttention(
-            AttentionShape(
-                config.num_layers,
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                page_size,
-                1 + len(contexts) * pages_per_row,
-                model.kv_dtype,
-                CPU,
-                config.attention_scale,
+            AttentionShape.of(
+                config,
+                page_size=page_size,
+                num_pages=1 + len(contexts) * pages_per_row,
+                dtype=model.kv_dtype,
+                device=CPU,
             )
         )
         self.table_BM = np.zeros((len(contexts), pages_per_row), dtype=np.int64)

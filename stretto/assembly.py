@@ -221,7 +221,7 @@ def _batched_tokens(config: EngineConfig, device: Device) -> int:
 
 def _memory(config: EngineConfig, model: Decoder, max_model_len: int, device: Device) -> MemoryPlan | None:
     """How a GPU's memory is divided, unless the size of the cache was given. Raises InvalidRequest with numbers."""
-    if device.torch_device.type != "cuda" or config.num_pages or config.kv_cache_memory_bytes:
+    if not _on_gpu(device) or config.num_pages or config.kv_cache_memory_bytes:
         return None
     gc.collect()  # an engine that was closed before may still hold its cache in a cycle
     torch.cuda.empty_cache()  # what loading left in the allocator is free
@@ -284,18 +284,14 @@ def _attention(
     options: EngineConfig, config: SchedulerConfig, model: Decoder, device: Device
 ) -> tuple[AttentionBackend, MakeRunner]:
     """The attention backend, and the runner that goes with it."""
-    shape = AttentionShape(
-        num_layers=model.config.num_layers,
-        num_heads=model.config.num_heads,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
+    shape = AttentionShape.of(
+        model.config,
         page_size=config.page_size,
         num_pages=config.num_pages,
         dtype=model.kv_dtype,
         device=device.torch_device,
-        scale=model.config.attention_scale,
     )
-    backend, on_gpu = options.attention_backend, device.torch_device.type == "cuda"
+    backend, on_gpu = options.attention_backend, _on_gpu(device)
     if backend == "torch" or (backend == "auto" and not on_gpu):
         whole = model.group.size == 1
         return PagedTorchAttention(shape), EagerRunner if whole else partial(EagerRunner, split=model)

@@ -7,11 +7,14 @@ step, N query heads, K kv heads, H head dim, M pages per request.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from stretto.models.config import ModelConfig
 
 IntArray = npt.NDArray[np.int64]
 
@@ -32,6 +35,23 @@ class AttentionShape:
     device: torch.device
     scale: float
     """Factor on q.k before the softmax."""
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, *, page_size: int, num_pages: int, dtype: torch.dtype, device: torch.device
+    ) -> AttentionShape:
+        """That of a model; of a split one, `model` is the rank's."""
+        return cls(
+            model.num_layers,
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            page_size,
+            num_pages,
+            dtype,
+            device,
+            model.attention_scale,
+        )
 
 
 @dataclass(frozen=True, slots=True)

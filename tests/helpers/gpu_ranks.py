@@ -53,16 +53,12 @@ def tokens_of(group: TensorGroup, case: GpuCase) -> list[list[int]]:
         overlap_depth=0,
         vocab_size=model.config.vocab_size,
     )
-    shape = AttentionShape(
-        num_layers=model.config.num_layers,
-        num_heads=model.config.num_heads,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
+    shape = AttentionShape.of(
+        model.config,
         page_size=config.page_size,
         num_pages=config.num_pages,
         dtype=model.kv_dtype,
         device=device.torch_device,
-        scale=model.config.attention_scale,
     )
     attention = device.call(lambda: TritonPagedAttention(shape, config.max_rows))
     make_runner = fused_runner(FusedDecoder(model), graphs=case.graphs)

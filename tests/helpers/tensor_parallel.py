@@ -76,16 +76,8 @@ def compute(group: TensorGroup, case: Case) -> Found:
         overlap_depth=0,
         vocab_size=model.config.vocab_size,
     )
-    shape = AttentionShape(
-        num_layers=model.config.num_layers,
-        num_heads=model.config.num_heads,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        page_size=config.page_size,
-        num_pages=config.num_pages,
-        dtype=model.kv_dtype,
-        device=CPU,
-        scale=model.config.attention_scale,
+    shape = AttentionShape.of(
+        model.config, page_size=config.page_size, num_pages=config.num_pages, dtype=model.kv_dtype, device=CPU
     )
     attention: Any
     make_runner: MakeRunner = EagerRunner if group.size == 1 else partial(EagerRunner, split=model)
