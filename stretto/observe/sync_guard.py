@@ -166,17 +166,15 @@ class SyncGuard:
         state = self._state
         if state.inside:
             return run()
+        frame = user_frame(sys._getframe(1))
         if state.allowed:
-            with self._lock:
-                self._allowed[state.allowed[-1]] = self._allowed.get(state.allowed[-1], 0) + 1
+            self._let_through(state.allowed[-1])
             state.inside += 1
             try:
                 return run()
             finally:
                 state.inside -= 1
-                late = user_frame(sys._getframe(1))
-                state.late = late, late.f_lineno
-        frame = user_frame(sys._getframe(1))
+                state.late = frame, frame.f_lineno
         if self.mode == "raise":
             raise HiddenSync(self._tally.note(kind, call, frame))
         state.inside += 1
@@ -189,6 +187,10 @@ class SyncGuard:
             state.late = frame, frame.f_lineno
             self._tally.note(kind, call, frame, time.perf_counter() - began)
 
+    def _let_through(self, reason: str) -> None:
+        with self._lock:
+            self._allowed[reason] = self._allowed.get(reason, 0) + 1
+
     def _heard(self) -> None:
         """CUDA's debug mode reports a synchronisation that has just happened."""
         state = self._state
@@ -199,8 +201,7 @@ class SyncGuard:
             return
         state.late = None
         if state.allowed:
-            with self._lock:
-                self._allowed[state.allowed[-1]] = self._allowed.get(state.allowed[-1], 0) + 1
+            self._let_through(state.allowed[-1])
             return
         self._heard_at = self._step
         if spans_wanted():
