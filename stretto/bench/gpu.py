@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,17 +70,26 @@ FLOOR_BYTES_PER_S = 4.3e12
 """Read bandwidth that the floors assume: an H200's, measured."""
 
 
+def engine_config(model: str, root: Path, **options: Any) -> EngineConfig:
+    """An engine of random weights in the shape of `model`, whose config goes to `root`."""
+    return EngineConfig(
+        model=str(workloads.write_model(model, root)),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        device="cuda",
+        max_model_len=4096,
+        **options,
+    )
+
+
 def start(setup: Setup, root: Path) -> tuple[Runtime, float]:
     """(an engine of `setup`, seconds that it took to start)."""
     began = time.perf_counter()
     parts = assemble(
-        EngineConfig(
-            model=str(workloads.write_model(setup.model, root)),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            device="cuda",
-            max_model_len=4096,
+        engine_config(
+            setup.model,
+            root,
             max_num_seqs=setup.max_num_seqs,
             overlap_depth=setup.overlap_depth,
             enforce_eager=not setup.graphs,

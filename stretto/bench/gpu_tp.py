@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from stretto.bench import workloads
-from stretto.bench.gpu import by_tenth, environment, requests_of, run
-from stretto.config import EngineConfig
+from stretto.bench.gpu import by_tenth, engine_config, environment, requests_of, run
 from stretto.distributed.link import Beat
 from stretto.distributed.turns import LeaderTurns
 from stretto.request import Request, SamplingParams
@@ -92,13 +91,9 @@ def with_engine(setup: Setup, root: Path, use: Callable[[Runtime], None], *, che
 def _start_and_use(setup: Setup, root: Path, use: Callable[[Runtime], None], *, prefix_cache: bool) -> None:
     began = time.perf_counter()
     runtime = Runtime.start(
-        EngineConfig(
-            model=str(workloads.write_model(setup.model, root)),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            device="cuda",
-            max_model_len=4096,
+        engine_config(
+            setup.model,
+            root,
             max_num_seqs=setup.max_num_seqs,
             overlap_depth=setup.overlap_depth,
             tensor_parallel_size=setup.ranks,
