@@ -21,6 +21,7 @@ from stretto.assembly import assemble
 from stretto.config import EngineConfig
 from stretto.engine.fused_runner import FusedRunner
 from stretto.engine.pieces import LayerPieces
+from stretto.kernels.rope_write import HeadTransform
 from stretto.models.resolve import ResolvedModel
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
@@ -149,6 +150,32 @@ def test_prompt_logprobs_are_those_of_transformers(tiny: Tiny) -> None:
         scored = known.known()
         assert scored.logprob_Q == pytest.approx(own_P.numpy(), abs=1e-4)
         assert scored.top_ids_QL.tolist() == logprobs_PV.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_rows_that_are_wanted_are_those_of_all_rows(tiny: Tiny, tokens: int) -> None:
+    """In any order, some twice, none: what the last layer leaves out changes nothing else."""
+    with started(tiny[0].path, max_num_seqs=4) as runtime:
+        model = runtime.engine.runner._model  # type: ignore[attr-defined]
+        seen: list[int] = []
+
+        def attend(index: int, qkv_TXH: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
+            seen.append(index)
+            return qkv_TXH[:, : transform.num_heads].cumsum(0)
+
+        def logits(wanted: list[int] | None) -> torch.Tensor:
+            device = model.embedding_VD.device
+            wanted_S = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=device)
+            hidden = model.forward(model.embed(torch.arange(3, 3 + tokens, device=device)), attend, wanted_S=wanted_S)
+            return hidden[0].cpu() if wanted == [] else model.logits(*hidden).cpu()
+
+        logits_TV = runtime.device.call(lambda: logits(None))
+        for wanted in ([tokens - 1], [tokens - 1, 0, 0]):
+            found_SV = runtime.device.call(lambda wanted=wanted: logits(wanted))
+            torch.testing.assert_close(found_SV, logits_TV[wanted], atol=1e-4, rtol=1e-4)
+        seen.clear()
+        assert len(runtime.device.call(lambda: logits([]))) == 0
+        assert seen == list(range(model.num_layers))
 
 
 def test_a_cached_prefix_changes_no_token(tiny: Tiny) -> None:

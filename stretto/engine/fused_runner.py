@@ -29,7 +29,7 @@ from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_m
 from stretto.kernels.sampling import SampleScratch, mask_stop_ids, sample_rows
 from stretto.kernels.sampling_filters import FilterScratch, RowFilters
 from stretto.kernels.split_sampling import AgreedMaxima, sample_split_rows
-from stretto.models.fused import FusedDecoder
+from stretto.models.fused import FusedDecoder, rows_of
 from stretto.scheduler.batch import IntArray, StepPlan
 
 
@@ -180,20 +180,22 @@ class FusedRunner:
         step = self._paged_step(rows, plan.num_decode, fresh=fresh, longest=longest, uniform=uniform)
         attention.begin(step)
         residual_TD = model.embed(inputs.input_ids_T[: plan.num_tokens])
-        residual_TD, update_TD = layers.forward(residual_TD, attention.attend_projected)
+        last_S = inputs.last_token_S[: layout.num_sampled]
+        if layout.num_scored:
+            hidden = layers.forward(residual_TD, attention.attend_projected)
+            sampled = rows_of(*hidden, last_S)
+        else:
+            sampled = layers.forward(residual_TD, attention.attend_projected, wanted_S=last_S)
         if layout.num_sampled:
-            last_S = inputs.last_token_S[: layout.num_sampled]
-            residual_SD, update_SD = residual_TD[last_S], None if update_TD is None else update_TD[last_S]
             slot_S, position_S = inputs.slot_S[: layout.num_sampled], inputs.position_S[: layout.num_sampled]
             if self._peers is not None and plan.mix.only_chooses and not plan.mix.filters:
-                self._sample_split(residual_SD, update_SD, slot_S, position_S)
+                self._sample_split(*sampled, slot_S, position_S)
             else:
-                self._choose(plan.mix, model.logits(residual_SD, update_SD), slot_S, position_S)
+                self._choose(plan.mix, model.logits(*sampled), slot_S, position_S)
         if layout.num_scored:
 
             def logits_of(index_S: Tensor) -> Tensor:
-                update_SD = None if update_TD is None else update_TD[index_S]
-                return model.logits(residual_TD[index_S], update_SD).float()
+                return model.logits(*rows_of(*hidden, index_S)).float()
 
             score_prompts(parts, plan, layout, staged, logits_of)
         tables.length_R[inputs.slot_B[:rows]] = inputs.context_B[:rows]

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stretto.models.fused import AttendProjected, FusedDecoder
+from stretto.models.fused import AttendProjected, FusedDecoder, rows_of
 
 _SIZES = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
 _FLOP_HIDDEN_PER_LAYER = 8e10
@@ -86,7 +86,9 @@ class LayerPieces:
         """Whether a step of so many tokens can be run in pieces. hot path"""
         return bool(self._pieces) and num_tokens <= self.sizes[-1]
 
-    def forward(self, residual_TD: Tensor, attend: AttendProjected) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, residual_TD: Tensor, attend: AttendProjected, *, wanted_S: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """As `FusedDecoder.forward`, which leaves its results elsewhere: here they are overwritten by the next call.
 
         hot path
@@ -99,7 +101,7 @@ class LayerPieces:
         for index, piece in enumerate(follow):
             o_TI.copy_(model.attend(index, qkv_TX, attend))
             piece.replay()
-        return self._residual_TD[:tokens], self._update_TD[:tokens]
+        return rows_of(self._residual_TD[:tokens], self._update_TD[:tokens], wanted_S)
 
     def _enter(self, size: int) -> None:
         self._qkv_TX[:size].copy_(self._model.enter(self._residual_TD[:size]))

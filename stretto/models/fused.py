@@ -145,24 +145,33 @@ class FusedDecoder:
         self.group.all_reduce(residual_TD)
 
     def forward(
-        self, residual_TD: Tensor, attend: AttendProjected, *, decodes: bool = False
+        self, residual_TD: Tensor, attend: AttendProjected, *, decodes: bool = False, wanted_S: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(residual, update): what the last norm reads is residual + the sum of all ranks' updates.
 
         Changes `residual_TD` in place. `decodes`: the step will be replayed often, so that the host's time for it does
-        not count. An update [S, T, D] is in parts. hot path
+        not count. An update [S, T, D] is in parts. `wanted_S`, int64: the tokens whose rows are given, in this order
+        (None: all); of the others nothing is computed behind the last attention. hot path
         """
         rows = residual_TD.shape[0]
         if rows <= self.small_rows:
             for index, layer in enumerate(self._layers):
                 self._small_layer(index, layer, residual_TD, attend)
-            return residual_TD, None
+            return rows_of(residual_TD, None, wanted_S)
         if decodes and rows <= self._few_rows:
+            assert wanted_S is None  # a decode step samples every row
             return residual_TD, self._few_rows_layers(residual_TD, attend)
         result = self.enter(residual_TD)
-        for index in range(self.num_layers):
+        last = self.num_layers - 1
+        for index in range(last):
             result = self.follow(index, residual_TD, self.attend(index, result, attend))
-        return residual_TD, result
+        o_TI = self.attend(last, result, attend)
+        if wanted_S is None:
+            return residual_TD, self.follow(last, residual_TD, o_TI)
+        residual_SD = residual_TD[wanted_S]
+        if not len(wanted_S):  # the step's only use is what it left in the cache
+            return residual_SD, None
+        return residual_SD, self.follow(last, residual_SD, o_TI[wanted_S])
 
     @property
     def num_layers(self) -> int:
@@ -279,6 +288,13 @@ class FusedDecoder:
 
     def _heads(self, qkv_TX: Tensor) -> Tensor:
         return qkv_TX.view(*qkv_TX.shape[:-1], -1, self.config.head_dim)
+
+
+def rows_of(residual_TD: Tensor, update_TD: Tensor | None, wanted_S: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The rows `wanted_S` (None: all) of what `FusedDecoder.forward` gave, not in parts. hot path"""
+    if wanted_S is None:
+        return residual_TD, update_TD
+    return residual_TD[wanted_S], None if update_TD is None else update_TD[wanted_S]
 
 
 def _norm(norm: RMSNorm) -> Norm:
