@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,11 @@ from stretto.errors import NotSupported
 from tests.helpers.paged_attention import Row, dense_reference, random_row, run_step, step_inputs
 
 LAYERS = 2
+STATM = Path("/proc/self/statm")
+
+
+def resident_bytes() -> int:
+    return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.fixture(autouse=True)
@@ -246,6 +253,15 @@ def test_the_cache_says_what_it_holds() -> None:
         make_backend(kv_heads=2, head_dim=64, page_size=16, num_pages=10).cache_bytes
         == LAYERS * 2 * 10 * 2 * 16 * 64 * 4
     )
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="reads what is resident from Linux's /proc")
+def test_a_cache_takes_memory_only_as_it_is_used() -> None:
+    before = resident_bytes()
+    backend = make_backend(num_pages=1 << 15, poisoned=False)
+    assert backend.cache_bytes == 1 << 30
+    assert resident_bytes() - before < 1 << 28
+    assert not backend._cache_L2PKSH[:, :, ::1000].any()
 
 
 @settings(max_examples=40, deadline=None)

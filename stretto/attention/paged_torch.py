@@ -13,6 +13,8 @@ first. So masked positions need no second mask on the values (0 x NaN is NaN, an
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -32,14 +34,15 @@ class PagedTorchAttention:
     wants_host_pages = True
 
     def __init__(self, shape: AttentionShape) -> None:
-        """Allocates the cache, zeroed. Raises NotSupported if the heads cannot be grouped."""
+        """Allocates the cache, zeroed; on a CPU it takes memory as it is used. Raises NotSupported if the heads cannot
+        be grouped."""
         if shape.num_heads % shape.num_kv_heads:
             raise NotSupported(
                 f"{shape.num_heads} query heads cannot share {shape.num_kv_heads} kv heads: not a multiple of them"
             )
         self.shape = shape
         sizes = (shape.num_layers, 2, shape.num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
-        self._cache_L2PKSH = torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
+        self._cache_L2PKSH = _zeros(sizes, shape.dtype, shape.device)
         self._positions_LXH = self._cache_L2PKSH.view(shape.num_layers, -1, shape.head_dim).unbind()
         workspace = Workspace(shape.device)
         self._decode = PagedDecode(shape, self._cache_L2PKSH, workspace)
@@ -118,3 +121,13 @@ class PagedTorchAttention:
             kv = torch.cat((k_TKH, v_TKH), dim=1)
         rows = kv.reshape(-1, head_dim).to(self.shape.dtype)
         self._positions_LXH[layer].index_copy_(0, self._write_index_X, rows)
+
+
+def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`torch.zeros`, which on a CPU writes them all: a second for a cache of which most requests use little.
+
+    numpy takes memory that the system zeroes when it is first touched.
+    """
+    if device.type != "cpu":
+        return torch.zeros(sizes, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(sizes) * dtype.itemsize, np.uint8)).view(dtype).view(sizes)
