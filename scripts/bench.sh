@@ -6,6 +6,7 @@
 #   host_cost.json        docs/scheduling.md: microseconds of a decode step on the host, without a model
 #   prefix_cache.json     docs/prefix-cache.md: the radix tree against two simpler designs
 #   server_frontend.json  docs/server.md: what the HTTP front end costs, on a no-op engine
+#   start_up.json         docs/cpu-formats.md: seconds until the embedded model is ready
 #   timeline_cost.json    docs/observe.md: what the step timeline and the hidden-sync guard cost
 #   prefix_sharing.json   what requests that share a prefix save
 #   overlap.json          docs/scheduling.md: overlap depth 1 and 2 against 0
@@ -16,12 +17,12 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 OUT="${OUT:-benchmarks/results}"
-ALL=(host_cost prefix_cache server_frontend timeline_cost prefix_sharing overlap cpu_throughput)
+ALL=(host_cost prefix_cache server_frontend start_up timeline_cost prefix_sharing overlap cpu_throughput)
 mkdir -p "$OUT"
 for name in "${@:-${ALL[@]}}"; do
   case "$name" in
     host_cost | prefix_cache) run=(env OMP_NUM_THREADS=1 "$PYTHON" "benchmarks/$name.py" --json) ;;
-    server_frontend | prefix_sharing) run=("$PYTHON" "benchmarks/$name.py" --json) ;;
+    server_frontend | prefix_sharing | start_up) run=("$PYTHON" "benchmarks/$name.py" --json) ;;
     timeline_cost) run=("$PYTHON" benchmarks/timeline_cost.py --device cpu --out) ;;
     overlap) run=("$PYTHON" benchmarks/overlap.py --rounds 3 --out) ;;
     cpu_throughput) run=("$PYTHON" benchmarks/throughput.py --out) ;;
