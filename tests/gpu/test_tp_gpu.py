@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -155,15 +156,15 @@ ENGINE = """
     from stretto.errors import EngineBroken
     from tests.helpers.processes import ranks_of
 
-    model, phase, victim = sys.argv[1:]
+    model, phase, victim, name = sys.argv[1:]
     hit = 0.0
 
     def kill():
         global hit
         pid = os.getpid() if victim == "leader" else ranks_of(os.getpid())[0]
-        print("killed", *ranks_of(os.getpid()), flush=True)
+        print("hit", *ranks_of(os.getpid()), flush=True)
         hit = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.Signals[name])
 
     def progress(what, fraction):
         if phase == "start" and what == "loading weights" and not hit:
@@ -212,13 +213,24 @@ ENGINE = """
 
 
 PHASES = ["connect", "start", "prefill", "decode", "decode by nccl", "idle", "shutdown"]
-KILLS = [(phase, "follower") for phase in PHASES] + [(phase, "leader") for phase in ("start", "decode", "idle")]
+HITS = [
+    *((phase, "follower", signal.SIGKILL) for phase in PHASES),
+    *((phase, "leader", signal.SIGKILL) for phase in ("start", "decode", "idle")),
+    *((phase, "follower", signal.SIGSTOP) for phase in ("prefill", "decode", "decode by nccl", "idle")),
+    ("decode", "leader", signal.SIGSTOP),
+]
+SAID = {
+    signal.SIGKILL: "was killed by signal 9 (SIGKILL)",
+    signal.SIGSTOP: "hangs: its process is stopped (SIGSTOP)",
+}
 
 
-@pytest.mark.parametrize(("phase", "victim"), KILLS, ids=[f"{victim} in {phase}" for phase, victim in KILLS])
-def test_a_killed_rank_ends_all(phase: str, victim: str, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("phase", "victim", "sig"), HITS, ids=[f"{victim} gets {sig.name} in {phase}" for phase, victim, sig in HITS]
+)
+def test_a_rank_that_dies_or_hangs_ends_all(phase: str, victim: str, sig: signal.Signals, model: Path) -> None:
     """Within ten seconds, with its name, and no process is left."""
-    command = [sys.executable, "-c", textwrap.dedent(ENGINE), str(model), phase, victim]
+    command = [sys.executable, "-c", textwrap.dedent(ENGINE), str(model), phase, victim, sig.name]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     environment["STRETTO_DISABLE_PEER_MEMORY"] = str(int(phase == "decode by nccl"))
     with (
@@ -231,9 +243,15 @@ def test_a_killed_rank_ends_all(phase: str, victim: str, model: Path) -> None:
         assert leader.stderr is not None
         try:
             said = leader.stdout.readline()
-            assert said.startswith("killed"), leader.stderr.read()
+            assert said.startswith("hit"), leader.stderr.read()
             began = time.monotonic()
-            ranks = [leader.pid, *map(int, said.split()[1:]), *children_of(leader.pid)]
+            followers = [int(pid) for pid in said.split()[1:]]
+            if victim == "leader" and sig == signal.SIGSTOP:  # it says nothing and reaps nobody
+                wait_until_dead(followers, LIMIT)
+                leader.kill()
+                assert SAID[sig] in leader.stderr.read()
+                return
+            ranks = [leader.pid, *followers, *children_of(leader.pid)]
             out, err = leader.communicate(timeout=2 * LIMIT)
             assert time.monotonic() - began < LIMIT + 2.0, f"{out}\n{err}"
             if victim == "follower":
@@ -241,7 +259,7 @@ def test_a_killed_rank_ends_all(phase: str, victim: str, model: Path) -> None:
                 assert float(seconds) < LIMIT, f"{out}\n{err}"
                 if phase != "shutdown":
                     assert message.startswith("rank 1 (pid "), f"{out}\n{err}"
-                    assert "was killed by signal 9 (SIGKILL)" in message
+                    assert SAID[sig] in message
                 assert leader.returncode == 0, err
             wait_until_dead(ranks, LIMIT)
         finally:
