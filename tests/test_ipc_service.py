@@ -15,7 +15,8 @@ import pytest
 import zmq
 
 from stretto.errors import InvalidRequest
-from stretto.ipc.client import Answer, EngineBusy, EngineClient, EngineDead
+from stretto.ipc.answer import Answer
+from stretto.ipc.client import EngineBusy, EngineClient, EngineDead
 from stretto.ipc.control import ControlLine, Stop, WorkerGone
 from stretto.ipc.engine_service import EngineService
 from stretto.ipc.sockets import engine_socket

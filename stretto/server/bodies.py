@@ -8,7 +8,7 @@ import time
 from starlette.requests import Request
 from starlette.types import Scope
 
-from stretto.ipc.client import Answer
+from stretto.ipc.answer import Answer
 from stretto.server.errors import ApiError
 from stretto.server.settings import ServerConfig
 

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stretto.ipc.client import Answer
+from stretto.ipc.answer import Answer
 from stretto.server.bodies import note, read_body
 from stretto.server.delivery import DONE, EventStream, whole
 from stretto.server.errors import ApiError, in_words_of, json_response

@@ -11,7 +11,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stretto.ipc.client import Answer
+from stretto.ipc.answer import Answer
 from stretto.output import PromptRows, Sample
 from stretto.prompts import Prompt
 from stretto.request import CompletionOutput, SamplingParams

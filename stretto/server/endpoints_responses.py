@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stretto.ipc.client import Answer
+from stretto.ipc.answer import Answer
 from stretto.request import CompletionOutput
 from stretto.server.bodies import note, read_body
 from stretto.server.delivery import EventStream, whole

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stretto.errors import StrettoError
-from stretto.ipc.client import Answer, EngineClient
+from stretto.ipc.answer import Answer
+from stretto.ipc.client import EngineClient
 from stretto.ipc.control import EngineInfo
 from stretto.prompts import Prompt
 from stretto.request import FinishReason, SamplingParams

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from stretto.ipc.client import Answer
+from stretto.ipc.answer import Answer
 from stretto.request import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

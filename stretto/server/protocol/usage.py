@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stretto.ipc.client import Answer
+from stretto.ipc.answer import Answer
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
