@@ -1,13 +1,15 @@
 """What it costs to watch: the step timeline (always on) and the hidden-sync guard in `count`, at batch 1.
 
 The timeline's own calls of one step are timed by themselves, on the device's real events, and set against the median
-step of the model. For the guard three engines in one process take turns: without it, with it, and without it again.
-The medians of the ratios within a round are reported; that of the third engine to the first says how far to trust them.
+step of the model. The host works while the device does, so what is left of it in the speed is measured as well: one
+engine runs with the timeline, with one that does nothing in its place, and with it again, in turns. In the same way the
+guard: three engines, without it, with it, and without it again. The medians of the ratios within a round are reported;
+that of the same thing twice says how far to trust the other.
 
     python benchmarks/timeline_cost.py [--model smollm2-135m] [--device auto] [--rounds 9] [--out FILE]
 
 On a GPU: `--device cuda`; where no weights are, `--load-format dummy --model DIRECTORY` with a config.json
-does, as what is watched costs the same whatever the weights say. It takes about a minute.
+does, as what is watched costs the same whatever the weights say. It takes about two minutes.
 """
 
 from __future__ import annotations
@@ -15,21 +17,50 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
-from typing import Any, cast
 
 from stretto import LLM, SamplingParams
 from stretto.bench.throughput import Workload, describe_device, make_prompts, versions
-from stretto.device.base import Device
+from stretto.device.base import Device, Event
 from stretto.device.cpu import CpuDevice
-from stretto.observe.timeline import Timeline
+from stretto.observe.timeline import LAUNCH, PROCESS, SCHEDULE, WAIT, Planned, TimedStep, Timeline
 
 RESULTS = Path(__file__).parent / "results"
 CALLS = 20_000
 ENGINES = {"off": "off", "count": "count", "off again": "off"}
+TIMELINES = ("on", "none", "on again")
+
+
+class NoTimeline(Timeline):
+    """Stands where the timeline stands and keeps nothing: only the calls themselves still cost."""
+
+    def begin_turn(self) -> None:
+        """Nothing."""
+
+    def enter(self, phase: int) -> None:
+        """Nothing."""
+
+    def launched(self, plan: Planned) -> None:
+        """Nothing."""
+
+    def step_done(self, step: TimedStep, *, runnable: bool) -> None:
+        """Nothing."""
+
+    def end_turn(self) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Step:
+    """What the timeline is shown of a step."""
+
+    index: int
+    begin: Event
+    copy_done: Event
 
 
 def _device(name: str) -> Device:
@@ -44,28 +75,24 @@ def timeline_us(name: str) -> float:
     """Median microseconds that the timeline's calls of one step take."""
     device = _device(name)
     stream = device.stream("engine")
-    steps = []
-    for index in range(4):
-        begin, copy_done = device.event(timing=True), device.event(timing=True)
-        stream.record(begin)
-        stream.record(copy_done)
-        plan = SimpleNamespace(index=index)
-        steps.append(cast(Any, SimpleNamespace(plan=plan, begin=begin, copy_done=copy_done)))
+    steps = [Step(index, device.event(timing=True), device.event(timing=True)) for index in range(4)]
+    for step in steps:
+        stream.record(step.begin)
+        stream.record(step.copy_done)
     stream.synchronize()
     timeline = Timeline(device)
     times = []
     for index in range(CALLS):
         step = steps[index % 4]
-        step.plan.index = index
         began = time.perf_counter()
-        timeline.receive()
-        timeline.schedule()
-        timeline.launch(step.plan)
-        timeline.launched()
-        timeline.wait(step)
-        timeline.process()
+        timeline.begin_turn()
+        timeline.enter(SCHEDULE)
+        timeline.enter(LAUNCH)
+        timeline.launched(step)
+        timeline.enter(WAIT)
+        timeline.enter(PROCESS)
         timeline.step_done(step, runnable=True)
-        timeline.turn_done()
+        timeline.end_turn()
         times.append(time.perf_counter() - began)
     device.close()
     return 1e6 * median(times)
@@ -84,6 +111,29 @@ def step_ms(llm: LLM) -> float:
     """Median milliseconds between the ends of neighbouring steps on the device."""
     ends = llm.recent_steps(24).column("device_end")
     return 1e3 * float(median((ends[1:] - ends[:-1]).tolist()))
+
+
+def timeline_rates(llm: LLM, rounds: int, new_tokens: int) -> dict[str, list[float]]:
+    """Tokens per second of the one engine by what stands for its timeline; its own is back at the end."""
+    loop = llm._runtime.loop
+    own = loop.timeline
+    stands_in = {"on": own, "none": NoTimeline(llm._runtime.device), "on again": own}
+    rates: dict[str, list[float]] = {name: [] for name in TIMELINES}
+    for number in range(rounds):
+        for name in _in_turn(TIMELINES, number):
+            while llm._runtime.has_work:  # a step belongs to the timeline that saw its launch
+                llm._runtime.step()
+            loop.timeline = stands_in[name]
+            rates[name].append(run_once(llm, new_tokens))
+    loop.timeline = own
+    return rates
+
+
+def _in_turn(names: Iterable[str], number: int) -> list[str]:
+    """All of them, beginning with another one each time."""
+    every = list(names)
+    first = number % len(every)
+    return every[first:] + every[:first]
 
 
 def _ratio(rates: list[float], base: list[float]) -> float:
@@ -118,8 +168,9 @@ def main() -> None:
             run_once(llm, 8)
         rates: dict[str, list[float]] = {mode: [] for mode in llms}
         for number in range(arguments.rounds):
-            for mode in [*list(llms)[number % 3 :], *list(llms)[: number % 3]]:
+            for mode in _in_turn(llms, number):
                 rates[mode].append(run_once(llms[mode], arguments.new_tokens))
+        with_and_without = timeline_rates(llms["off"], arguments.rounds, arguments.new_tokens)
         step = step_ms(llms["off"])
         device = llms["off"].device
         described = describe_device(device)
@@ -132,12 +183,15 @@ def main() -> None:
         "step_ms": step,
         "timeline_us_per_step": cost,
         "timeline_share_of_step": 1e-3 * cost / step,
+        "timeline_over_none": _ratio(with_and_without["on"], with_and_without["none"]),
+        "timeline_again_over_timeline": _ratio(with_and_without["on again"], with_and_without["on"]),
         "count_over_off": _ratio(rates["count"], rates["off"]),
         "off_again_over_off": _ratio(rates["off again"], rates["off"]),
         "hidden_syncs": syncs,
         "tokens_per_s": rates,
+        "tokens_per_s_by_timeline": with_and_without,
     }
-    for name in sorted(report.keys() - {"versions", "tokens_per_s"}):
+    for name in sorted(report.keys() - {"versions", "tokens_per_s", "tokens_per_s_by_timeline"}):
         print(f"{name}: {report[name]}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

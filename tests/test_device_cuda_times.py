@@ -7,16 +7,24 @@ from typing import Any
 
 import pytest
 
-from stretto.device.cuda import CudaDevice, CudaEvent
+from stretto.device.base import DeviceFault
+from stretto.device.cuda import CudaDevice, CudaEvent, CudaStream
 from stretto.errors import StrettoError
 
 
 class Raw:
     """torch's event: refuses, as torch does, while either is not done."""
 
-    def __init__(self, done: bool) -> None:
-        self.done = done
+    def __init__(self) -> None:
+        self.done = True
         self.queries = 0
+
+    @property
+    def cuda_event(self) -> int:
+        return id(self)
+
+    def record(self, stream: object) -> None:
+        HANDLES[id(self)] = self
 
     def query(self) -> bool:
         self.queries += 1
@@ -28,21 +36,13 @@ class Raw:
         return 2.5
 
 
-def event(device: CudaDevice, *, timing: bool = True, recorded: bool = True, done: bool = True) -> CudaEvent:
-    made = object.__new__(CudaEvent)  # one without a GPU
-    made.device, made.timing, made.recorded, made.fault = device, timing, recorded, None
-    made.raw = Raw(done)
-    made.handle = id(made.raw)
-    HANDLES[made.handle] = made.raw
-    return made
-
-
 HANDLES: dict[int, Raw] = {}
 
 
-def driver(ms: Any, begin: int, end: int) -> int:
+def driver(ms: Any, begin: ctypes.c_void_p, end: ctypes.c_void_p) -> int:
     """cuEventElapsedTime."""
-    if not (HANDLES[begin].done and HANDLES[end].done):
+    first, last = HANDLES[begin.value or 0], HANDLES[end.value or 0]
+    if not (first.done and last.done):
         return 600  # CUDA_ERROR_NOT_READY
     ms._obj.value = 1.5
     return 0
@@ -50,9 +50,27 @@ def driver(ms: Any, begin: int, end: int) -> int:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
-    made = object.__new__(CudaDevice)
+    """One without a GPU."""
     monkeypatch.setattr("tests.test_device_cuda_times.HANDLES", {})
-    made._elapsed, made._elapsed_ms = driver, ctypes.c_float()
+    monkeypatch.setattr("torch.cuda.Event", lambda **options: Raw())
+    monkeypatch.setattr("stretto.device.cuda._elapsed_time", lambda: driver)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda index: None)
+    return CudaDevice()
+
+
+def event(device: CudaDevice, *, timing: bool = True, recorded: bool = True, done: bool = True) -> CudaEvent:
+    made = device.event(timing)
+    if recorded:
+        stream_of(device).record(made)
+    made.raw.done = done
+    return made
+
+
+def stream_of(device: CudaDevice) -> CudaStream:
+    made = object.__new__(CudaStream)
+    made.name, made.device, made.raw = "engine", device, None
     return made
 
 
@@ -74,3 +92,16 @@ def test_events_without_a_time_are_refused(device: CudaDevice, lacks: str, which
     events[which] = event(device, **{lacks: False})
     with pytest.raises(StrettoError, match="timing=True, recorded and done"):
         device.seconds_between(*events)
+
+
+def test_an_event_of_another_device_is_refused(device: CudaDevice) -> None:
+    with pytest.raises(StrettoError, match="not an event of this device"):
+        device.seconds_between(event(device), event(CudaDevice()))
+
+
+def test_an_event_recorded_after_a_fault_tells_it_and_those_before_keep_their_time(device: CudaDevice) -> None:
+    before = [event(device), event(device)]
+    device.fail("engine", driver, RuntimeError("broken"))
+    with pytest.raises(DeviceFault, match="broken"):
+        device.seconds_between(before[0], event(device))
+    assert device.seconds_between(*before) == 0.0015

@@ -17,7 +17,7 @@ from stretto.device.checking import CheckingDevice
 from stretto.observe import inject as inject_source
 from stretto.observe import profile
 from stretto.observe.record import request_spans
-from stretto.observe.timeline import Timeline
+from stretto.observe.timeline import LAUNCH, SCHEDULE, Timeline
 from stretto.observe.trace import Cause, Severity, analyze
 from tests.helpers.dummy_model import write_dummy_model
 from tests.helpers.llm_fixture import dummy_llm
@@ -144,11 +144,11 @@ def test_nvtx_ranges_carry_the_same_names(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("torch.cuda.nvtx.range_push", push)
     monkeypatch.setattr("torch.cuda.nvtx.range_pop", open_ranges.pop)
     timeline = Timeline(CheckingDevice(0))
-    timeline.receive()
-    timeline.schedule()
-    timeline.launch(SimpleNamespace(index=0))
-    timeline.launched()
-    timeline.turn_done()
+    timeline.begin_turn()
+    timeline.enter(SCHEDULE)
+    timeline.enter(LAUNCH)
+    timeline.launched(SimpleNamespace(index=0))
+    timeline.end_turn()
     step = "stretto.step 0"
     phases = ("stretto.receive", "stretto.schedule", "stretto.launch")
     assert seen == [(step,), *((step, phase) for phase in phases)]

@@ -47,6 +47,7 @@ class CudaDevice(Device):
         self.fault: Fault | None = None
         torch.cuda.set_device(self.torch_device)
         self._elapsed, self._elapsed_ms = _elapsed_time(), ctypes.c_float()
+        self._elapsed_at = ctypes.byref(self._elapsed_ms)
 
     def stream(self, name: str, priority: int = 0) -> CudaStream:
         """A new stream. `priority` 0 is the lowest, down to -5 is higher; what is outside is moved to the nearest."""
@@ -57,17 +58,25 @@ class CudaDevice(Device):
         return CudaEvent(self, timing)
 
     def seconds_between(self, begin: Event, end: Event) -> float:
-        """GPU time in seconds. Raises StrettoError unless both were recorded with timing and are done."""
-        first, last = self.own(begin), self.own(end)
-        fault = first.fault or last.fault
+        """GPU time in seconds. Raises StrettoError unless both were recorded with timing and are done. hot path"""
+        # Asked twice in every step; torch's own call would ask the driver three times as often.
+        if (
+            isinstance(begin, CudaEvent)
+            and isinstance(end, CudaEvent)
+            and begin.clock is self
+            and end.clock is self
+            and self._elapsed(self._elapsed_at, begin.handle, end.handle) == 0
+        ):
+            return self._elapsed_ms.value * 1e-3
+        return self._torch_seconds_between(self.own(begin), self.own(end))
+
+    def _torch_seconds_between(self, begin: CudaEvent, end: CudaEvent) -> float:
+        """By torch, if there is a time at all."""
+        fault = begin.fault or end.fault
         if fault is not None:
             raise fault.error()
-        if first.timing and last.timing and first.recorded and last.recorded:
-            # Asked twice in every step; torch's own call would ask the driver three times as often.
-            if self._elapsed(ctypes.byref(self._elapsed_ms), first.handle, last.handle) == 0:
-                return self._elapsed_ms.value * 1e-3
-            if first.query() and last.query():  # raise if the GPU has failed
-                return float(first.raw.elapsed_time(last.raw)) * 1e-3
+        if begin.clock is self and end.clock is self and begin.query() and end.query():  # raise if the GPU has failed
+            return float(begin.raw.elapsed_time(end.raw)) * 1e-3
         raise StrettoError("the event has no time: it must be made with timing=True, recorded and done")
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostBuffer:
@@ -160,8 +169,11 @@ class CudaStream(Stream):
         own = device.own(event)
         own.raw.record(self.raw)
         if not own.recorded:
-            own.recorded, own.handle = True, own.raw.cuda_event  # torch makes the event when it is first recorded
-        own.fault = device.fault
+            own.recorded = True
+            own.handle.value = own.raw.cuda_event  # torch makes the event when it is first recorded
+            own.clock = device if own.timing else None
+        if device.fault is not None:
+            own.fault, own.clock = device.fault, None
 
     def wait(self, event: Event) -> None:
         """Let the GPU hold back following work until the event's point. hot path"""
@@ -192,7 +204,8 @@ class CudaEvent(Event):
         self.device = device
         self.timing = timing
         self.recorded = False
-        self.handle = 0
+        self.handle = ctypes.c_void_p()  # an int would be made into one of these at every call of the driver
+        self.clock: CudaDevice | None = None  # on which it has a time
         self.fault: Fault | None = None  # what had failed when it was recorded
         self.raw = torch.cuda.Event(enable_timing=timing, blocking=False)  # type: ignore[no-untyped-call]
 
@@ -228,6 +241,5 @@ def _elapsed_time() -> Callable[..., int]:
         call = ctypes.PyDLL("libcuda.so.1").cuEventElapsedTime  # without giving up the GIL: it never waits
     except (OSError, AttributeError):
         return lambda ms, begin, end: 1
-    call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    call.restype = ctypes.c_int
+    call.restype = ctypes.c_int  # no argument types: what it is given are C values, and a check of them costs more
     return call

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from stretto.engine.engine import Engine, InFlightStep
 from stretto.errors import EngineBroken
-from stretto.observe.timeline import Timeline
+from stretto.observe.timeline import LAUNCH, PROCESS, SCHEDULE, WAIT, Timeline
 from stretto.scheduler.batch import StepOutput, StepPlan, StepResults
 from stretto.scheduler.integrity import report
 from stretto.scheduler.scheduler import Scheduler
@@ -73,7 +73,7 @@ class Loop:
         if self.stopped and self._outputs is None:
             raise EngineBroken("the engine has been stopped; make a new one")
         outputs = self.overlap_loop() if self.depth else self.normal_loop()
-        self.timeline.turn_done()
+        self.timeline.end_turn()
         self._outputs = self._launched = None
         self._whole = True
         if not (outputs or self.in_flight or self.stopped) and self.scheduler.runnable:
@@ -104,7 +104,7 @@ class Loop:
 
         Blocks only when there is nothing else to do.
         """
-        self.timeline.receive()
+        self.timeline.begin_turn()
         if self._outputs is not None:
             self._whole = False
             return self._outputs
@@ -124,23 +124,23 @@ class Loop:
         if self._launched is None:
             if self.scheduler.monitor is not None and self._num_ready:
                 self.scheduler.monitor.oldest_result_ready_before_schedule()
-            self.timeline.schedule()
+            self.timeline.enter(SCHEDULE)
             plan = None if self.stopped else self.scheduler.schedule()
             if plan is not None:
-                self.timeline.launch(plan)
+                self.timeline.enter(LAUNCH)
                 self.in_flight.append(self.engine.launch(plan))
-                self.timeline.launched()
+                self.timeline.launched(plan)
             self._launched = plan is not None
         return self._launched
 
     def _process_oldest(self) -> StepOutput:
         step = self.in_flight[0]
-        self.timeline.wait(step)
+        self.timeline.enter(WAIT)
         self._whole = True
         step.wait()
         self._whole = False
         self.in_flight.popleft()
-        self.timeline.process()
+        self.timeline.enter(PROCESS)
         results = self.engine.results(step)
         output = self.scheduler.process(step.plan, results)
         if self.witness is not None:
