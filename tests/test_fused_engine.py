@@ -20,11 +20,13 @@ from transformers import AutoModelForCausalLM
 from stretto.assembly import assemble
 from stretto.config import EngineConfig
 from stretto.engine.fused_runner import FusedRunner
-from stretto.engine.pieces import LayerPieces
+from stretto.engine.prompt_graphs import PromptGraphs
+from stretto.engine.staging import PlanLayout
 from stretto.kernels.rope_write import HeadTransform
 from stretto.models.resolve import ResolvedModel
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
+from stretto.scheduler.batch import StepPlan
 from tests.helpers.tiny_models import FAMILIES, reference_greedy, reference_logits, save, tiny_config, tiny_model
 
 GPU = torch.cuda.is_available()
@@ -229,28 +231,85 @@ class Repeated:
         pass
 
 
-@pytest.mark.skipif(GPU, reason="a GPU captures the pieces itself, in all tests of this file")
-def test_layers_in_pieces_change_no_token(tiny: Tiny) -> None:
+class Recorder:
+    """`Record` of such works."""
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self.recorded: list[Repeated] = []
+
+    def __call__(self, work: Callable[[], None]) -> Repeated:
+        self.recorded.append(Repeated(work))
+        return self.recorded[-1]
+
+
+def recorded_prompts(runtime: Runtime, sizes: tuple[int, ...]) -> tuple[Recorder, PromptGraphs]:
+    """Lets the runner take "graphs" of such sizes."""
+    runner, record = runtime.engine.runner, Recorder()
+    assert isinstance(runner, FusedRunner)
+    graphs = PromptGraphs(
+        runner._model,
+        runner._attention,
+        runner._inputs,
+        runner._prefill_works,
+        runtime.engine.tables.page_table_RM,
+        sizes,
+    )
+    runner.prompt_graphs = graphs
+    assert graphs.padded(1) is None
+    runtime.device.call(lambda: graphs.capture(record))
+    return record, graphs
+
+
+@pytest.mark.skipif(GPU, reason="a GPU captures the steps itself, in all tests of this file")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_captured_layers_change_no_token(tiny: Tiny, deterministic: bool) -> None:
     resolved, expected = tiny
-    recorded: list[Repeated] = []
-
-    def record(work: Callable[[], None]) -> Repeated:
-        recorded.append(Repeated(work))
-        return recorded[-1]
-
-    with started(resolved.path, max_num_batched_tokens=40, max_num_seqs=5, overlap_depth=1) as runtime:
-        runner = runtime.engine.runner
-        assert isinstance(runner, FusedRunner)
-        pieces = LayerPieces(runner._model, (8, 24), torch.device("cpu"))
-        assert not pieces.serves(1)
-        runtime.device.call(lambda: pieces.capture(record))
-        assert [pieces.serves(tokens) for tokens in (1, 24, 25)] == [True, True, False]
-        runner._pieces = pieces
+    options = {"max_num_batched_tokens": 40, "max_num_seqs": 5, "overlap_depth": 1, "deterministic": deterministic}
+    with started(resolved.path, **options) as runtime:
+        record, graphs = recorded_prompts(runtime, (9, 24))
+        assert [graphs.padded(tokens) for tokens in (1, 9, 10, 24, 25)] == [9, 9, 24, 24, None]
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-        assert outputs_of(runtime, PROMPTS[:2], params) == expected[:2]
-        assert outputs_of(runtime, PROMPTS[3:], params) == expected[3:]
-        pieces.release()
-        assert not pieces.serves(1)
-    layers = runner._model.num_layers
-    assert len(recorded) == 2 * (layers + 1)
-    assert {one.replays for one in recorded} == {1}  # each size served one step: 5 tokens together, and 9
+        assert outputs_of(runtime, PROMPTS[:2], params) == expected[:2]  # 5 tokens
+        assert outputs_of(runtime, PROMPTS[2:3], params) == expected[2:3]  # 37
+        assert outputs_of(runtime, PROMPTS[3:], params) == expected[3:]  # 9, just full
+        runtime.device.call(graphs.release)
+        assert graphs.padded(1) is None
+    assert [one.replays for one in record.recorded] == [0, 0, 2, 0]  # without decode rows, with some; the large first
+
+
+@pytest.mark.skipif(GPU, reason="a GPU captures the steps itself")
+def test_a_captured_step_serves_any_mix_of_rows(tiny: Tiny) -> None:
+    """One size, replayed for none to some decode rows, one or several chunks, of one token too, new and behind a past,
+    with a cached prefix: each request's tokens are what transformers gives."""
+    resolved, expected = tiny
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    order = [1, 0, 2, 3, 2, 1, 3]
+    options = {"max_num_batched_tokens": 12, "max_num_seqs": 4, "overlap_depth": 1, "batch_policy": "mixed"}
+    with started(resolved.path, **options) as runtime:
+        record, _ = recorded_prompts(runtime, (12,))
+        mixes: set[tuple[int, int, int]] = set()
+        run = runtime.engine.runner.run
+
+        def watch(plan: StepPlan, layout: PlanLayout, staged: torch.Tensor) -> None:
+            if layout.num_prefill:
+                mixes.add((plan.num_decode, layout.num_rows - plan.num_decode, plan.num_tokens))
+            run(plan, layout, staged)
+
+        runtime.engine.runner.run = watch  # type: ignore[method-assign]
+        requests = []
+        with runtime.running():
+            for index in order:
+                requests.append(runtime.add(PROMPTS[index], params))
+                runtime.step()
+            while runtime.has_work:
+                runtime.step()
+        runtime.scheduler.check()
+        outputs = [runtime.output_ids(request).tolist() for request in requests]
+        lengths = runtime.device.call(lambda: runtime.engine.tables.length_R[0].item())
+    assert outputs == [expected[index] for index in order]
+    assert lengths == 0  # of the padding row
+    assert {tokens for _, _, tokens in mixes} >= {1, 12}
+    assert {decodes for decodes, _, _ in mixes} >= {0, 1, 2}
+    assert {chunks for _, chunks, _ in mixes} >= {1, 2}
+    assert sum(one.replays for one in record.recorded) >= len(mixes)

@@ -16,6 +16,7 @@ from stretto.kernels.elementwise import (
     silu_and_mul,
     silu_and_mul_reference,
 )
+from stretto.kernels.prefill_work import PrefillWork, plan_prefill
 from stretto.kernels.rope_write import HeadTransform, rope_write, rope_write_reference
 from stretto.kernels.small_matmul import Norm, small_matmul, small_matmul_reference
 
@@ -149,11 +150,17 @@ def test_prefill_attention(
     paged = Paged([new + past for new, past in zip(news, pasts, strict=True)], kv_heads, dim, page_size, dtype)
     ends = torch.tensor(news, device=DEVICE).cumsum(0)
     q = random(sum(news), heads + 2, dim, dtype=dtype)[:, :heads]
-    arguments = (paged.keys, paged.values, paged.table, paged.slots, paged.contexts, ends)
-    expected = prefill.prefill_attention_reference(q, *arguments, first, 0.3)
-    out = torch.zeros(sum(news), heads, dim, dtype=dtype, device=DEVICE)
-    prefill.prefill_attention(q, *arguments, len(news), first, 0.3, out)
-    assert_close(out, expected)
+    cache, rows = (paged.keys, paged.values, paged.table), (paged.slots, paged.contexts, ends)
+    expected = prefill.prefill_attention_reference(q, *cache, *rows, first, 0.3)
+    for block_q in prefill.query_blocks(dim):
+        work = PrefillWork.allocate(sum(news) + 99, len(news) + 2, block_q, DEVICE)
+        plan_prefill(*rows, len(news), first, work)
+        most = work.most_blocks(sum(news[first:]), len(news) - first)
+        assert sum(-(-new // block_q) for new in news[first:]) == int(work.num_blocks_1) <= most
+        for programs in (most, 1):
+            out = torch.zeros(sum(news), heads, dim, dtype=dtype, device=DEVICE)
+            prefill.prefill_attention(q, *cache, work, programs, 0.3, out)
+            assert_close(out, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,7 +23,8 @@ from stretto.attention.base import AttentionInputs, AttentionShape, IntArray
 from stretto.errors import NotSupported
 from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode, row_steps
 from stretto.kernels.invariant_attention import PartScratch, invariant_attention
-from stretto.kernels.prefill_attention import prefill_attention
+from stretto.kernels.prefill_attention import prefill_attention, query_block
+from stretto.kernels.prefill_work import PrefillWork, plan_prefill
 from stretto.kernels.rope_write import HeadTransform, rope_write
 
 CUDNN_LEAST = 512
@@ -36,7 +37,11 @@ PrefillKernel = Literal["flash", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One step as the kernels see it: device tensors, and what the host knows beside them."""
+    """One step as the kernels see it: device tensors, and what the host knows beside them.
+
+    Of a step that is captured in a graph the host knows less: the numbers of rows are the most that there may be, which
+    rows there are says the device's `DecodeWork`, `PrefillWork` and `query_end_B` (whose other rows are empty).
+    """
 
     page_table_RM: Tensor
     """int64: pages of each slot in order."""
@@ -52,12 +57,18 @@ class PagedStep:
     num_rows: int
     num_decode: int
     """The first rows, with one new token each."""
+    prefill: PrefillWork | None
+    """Blocks of the other rows' queries; None if there are none."""
+    prefill_programs: int
+    """How many programs, for each head, take those blocks."""
     fresh: bool
     """No row after the first `num_decode` has tokens from before this step."""
     longest_chunk: int
     """Most new tokens of a row."""
     uniform: bool = False
     """All rows after the first `num_decode` have `longest_chunk` new tokens."""
+    out_TNH: Tensor | None = None
+    """Where attention of chunks and decode rows together goes: rows of padding are left as they are. None: anywhere."""
 
 
 class TritonPagedAttention:
@@ -111,6 +122,11 @@ class TritonPagedAttention:
         return next(work for most, work in self._works if rows <= most)
 
     @property
+    def row_steps(self) -> tuple[int, ...]:
+        """Numbers of decode rows up to which `work_for` is one and the same."""
+        return tuple(most for most, _ in self._works)
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes held by the KV cache."""
         return self._cache.nbytes
@@ -127,16 +143,24 @@ class TritonPagedAttention:
         num_decode = int(chunks[0]) if len(chunks) else num_rows
         if num_decode:
             plan_decode(inputs.context_B, num_decode, self.shape.num_kv_heads, self.work_for(num_decode))
+        query_end_B, num_tokens, num_chunks = inputs.query_start_B1[1:], int(num_new_B.sum()), num_rows - num_decode
+        prefill = None
+        if num_chunks:
+            block_q = query_block(self.shape.head_dim, num_tokens)
+            prefill = PrefillWork.allocate(num_tokens, num_chunks, block_q, self.shape.device)
+            plan_prefill(self._rows, inputs.context_B, query_end_B, num_rows, num_decode, prefill)
         self.begin(
             PagedStep(
                 page_table_RM=inputs.page_table_BM,
                 slot_B=self._rows,
                 context_B=inputs.context_B,
-                query_end_B=inputs.query_start_B1[1:],
+                query_end_B=query_end_B,
                 positions_T=inputs.kv_location_T,
                 location_T=inputs.kv_location_T,
                 num_rows=num_rows,
                 num_decode=num_decode,
+                prefill=prefill,
+                prefill_programs=0 if prefill is None else prefill.most_blocks(num_tokens - num_decode, num_chunks),
                 fresh=bool((inputs.context_B_host == num_new_B)[num_decode:].all()),
                 longest_chunk=int(num_new_B.max()),
                 uniform=len(set(num_new_B[num_decode:].tolist())) == 1,
@@ -159,7 +183,7 @@ class TritonPagedAttention:
     def begin(self, step: PagedStep) -> None:
         """Take the step's tensors; `work` must be filled for its decode rows. hot path"""
         self._step = step
-        if step.num_decode < step.num_rows and step.fresh and self._flash:
+        if step.prefill is not None and step.fresh and self._flash:
             ends = step.query_end_B[step.num_decode : step.num_rows] - step.num_decode
             self._flash_ends = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
 
@@ -178,14 +202,14 @@ class TritonPagedAttention:
     def _attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """The new keys and values are in the cache already."""
         step, shape = self._current(), self.shape
-        decodes, tokens = step.num_decode, q_TNH.shape[0]
+        decodes = step.num_decode
         keys, values = self._keys[layer], self._values[layer]
         if self._parts is not None:
             return self._attend_invariantly(q_TNH, keys, values, self._parts)
         use_flash = step.fresh and self._flash
         if decodes == 0 and use_flash:
             return self._flash_prefill(q_TNH, k_TKH, v_TKH)
-        out_TNH = torch.empty(tokens, shape.num_heads, shape.head_dim, dtype=q_TNH.dtype, device=q_TNH.device)
+        out_TNH = self._room_for(q_TNH)
         if decodes:
             decode_attention(
                 q_TNH[:decodes],
@@ -198,7 +222,7 @@ class TritonPagedAttention:
                 self.work_for(decodes),
                 out_TNH[:decodes],
             )
-        if decodes < step.num_rows:
+        if step.prefill is not None:
             if use_flash:
                 out_TNH[decodes:] = self._flash_prefill(q_TNH[decodes:], k_TKH[decodes:], v_TKH[decodes:])
             else:
@@ -207,11 +231,8 @@ class TritonPagedAttention:
                     keys,
                     values,
                     step.page_table_RM,
-                    step.slot_B,
-                    step.context_B,
-                    step.query_end_B,
-                    step.num_rows,
-                    decodes,
+                    step.prefill,
+                    step.prefill_programs,
                     shape.scale,
                     out_TNH,
                 )
@@ -219,8 +240,8 @@ class TritonPagedAttention:
 
     def _attend_invariantly(self, q_TNH: Tensor, keys: Tensor, values: Tensor, parts: PartScratch) -> Tensor:
         step = self._current()
-        only_decodes = step.num_decode == step.num_rows
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        only_decodes = step.prefill is None
+        out_TNH = self._room_for(q_TNH)
         invariant_attention(
             q_TNH,
             keys,
@@ -235,6 +256,13 @@ class TritonPagedAttention:
             parts if only_decodes and parts.serves(step.num_rows) else None,
         )
         return out_TNH
+
+    def _room_for(self, q_TNH: Tensor) -> Tensor:
+        """Where the step's o_TNH goes."""
+        out_TNH = self._current().out_TNH
+        if out_TNH is None:
+            return torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        return out_TNH[: q_TNH.shape[0]]
 
     def _flash_prefill(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Causal attention of the chunks over themselves, which is all there is of their rows."""

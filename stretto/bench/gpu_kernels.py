@@ -22,7 +22,8 @@ from stretto.bench.gpu import environment
 from stretto.kernels import few_rows
 from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode
 from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
-from stretto.kernels.prefill_attention import prefill_attention
+from stretto.kernels.prefill_attention import prefill_attention, query_block
+from stretto.kernels.prefill_work import PrefillWork, plan_prefill
 from stretto.kernels.rope_write import HeadTransform, rope_write
 from stretto.kernels.sampling import SampleScratch, sample_rows
 from stretto.kernels.sampling_filters import FilterScratch, RowFilters
@@ -216,9 +217,10 @@ def prefill(report: Report, model: str, rows: int, length: int) -> None:
     table = torch.arange(1, rows * per_row + 1, device=DEVICE).view(rows, per_row)
     slots, lengths = torch.arange(rows, device=DEVICE), torch.full((rows,), length, device=DEVICE)
     query_end, out = ends[1:].to(torch.int64), torch.empty_like(q)
-    paged = lambda: prefill_attention(  # noqa: E731
-        q, cache[0], cache[1], table, slots, lengths, query_end, rows, 0, 0.1, out
-    )
+    work = PrefillWork.allocate(tokens, rows, query_block(dim, tokens), DEVICE)
+    plan_prefill(slots, lengths, query_end, rows, 0, work)
+    programs = work.most_blocks(tokens, rows)
+    paged = lambda: prefill_attention(q, cache[0], cache[1], table, work, programs, 0.1, out)  # noqa: E731
     report.add(f"{model} prefill {rows} x {length} paged", time_us([paged]), flops=flops)
     qs, ks, vs = (x.view(rows, length, -1, dim).transpose(1, 2) for x in (q, k, v))
     try:

@@ -2,7 +2,8 @@
 
 A step whose rows all decode is derived from the device's tables alone, padded to a size of the ladder and replayed; if
 its rows are those of the step before, the host has nothing to send. Padding rows are slot 0 and touch page 0 only.
-Steps with prompt chunks are launched kernel by kernel, the host far ahead of them; short ones in pieces (`pieces.py`).
+The layers of short steps with prompt chunks are in graphs too (`prompt_graphs.py`); those of longer ones are launched
+kernel by kernel, the host far ahead of them.
 
 Legend: T tokens, B rows, S sampled rows, D hidden, V vocabulary.
 """
@@ -19,13 +20,15 @@ from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
 from stretto.engine.adjustment import adjust
-from stretto.engine.graphs import FILTERED, FORWARD, NUM_KINDS, WHOLE, CudaRecorder, DecodeGraphs, ladder
+from stretto.engine.graphs import FILTERED, FORWARD, NUM_KINDS, WHOLE, CudaRecorder, StepGraphs, ladder
 from stretto.engine.logprobs import write_logprobs
-from stretto.engine.pieces import LayerPieces, sizes_for
+from stretto.engine.prompt_graphs import PromptGraphs, sizes_for
 from stretto.engine.runner import MakeRunner, RunnerParts, score_prompts
 from stretto.engine.sampling_rows import SamplingMix
 from stretto.engine.staging import PlanLayout, pack
 from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_mixed
+from stretto.kernels.prefill_attention import query_block, query_blocks
+from stretto.kernels.prefill_work import PrefillWork
 from stretto.kernels.sampling import SampleScratch, mask_stop_ids, sample_rows
 from stretto.kernels.sampling_filters import FilterScratch, RowFilters
 from stretto.kernels.split_sampling import AgreedMaxima, sample_split_rows
@@ -56,9 +59,20 @@ class FusedRunner:
         self._peers = model.group.peers_for(torch.empty(config.max_rows, 2, device=device))
         """Through which ranks exchange candidates; None: this is the only one, or logits have to be gathered."""
         sizes = ladder(config.max_rows)
-        self.graphs = DecodeGraphs(sizes, NUM_KINDS, self._capture) if graphs else None
-        piece_sizes = sizes_for(model, config.max_num_batched_tokens) if graphs else ()
-        self._pieces = LayerPieces(model, piece_sizes, device)
+        self.graphs = StepGraphs(sizes, NUM_KINDS, self._capture) if graphs else None
+        tokens = config.max_num_batched_tokens
+        self._prefill_works = {
+            block_q: PrefillWork.allocate(tokens, config.max_rows, block_q, device)
+            for block_q in query_blocks(model.config.head_dim)
+        }
+        self.prompt_graphs = PromptGraphs(
+            model,
+            self._attention,
+            self._inputs,
+            self._prefill_works,
+            tables.page_table_RM,
+            sizes_for(model.weights_per_layer, tokens) if graphs else (),
+        )
         self._logits_SV = torch.empty(
             config.max_rows if graphs else 0, model.config.vocab_size, dtype=model.dtype, device=device
         )
@@ -72,12 +86,12 @@ class FusedRunner:
             self._warm_up()
             record = CudaRecorder()
             self.graphs.capture(record)
-            self._pieces.capture(record)
+            self.prompt_graphs.capture(record)
 
     def close(self) -> None:
         """See `StepRunner`."""
         if self.graphs is not None:
-            self._pieces.release()
+            self.prompt_graphs.release()
             self.graphs.release()
 
     def _warm_up(self) -> None:
@@ -85,8 +99,9 @@ class FusedRunner:
         config = self._parts.config
         several = config.max_rows - 1
         runs = ((0, 0, _PLAIN), (1, 0, _PLAIN), (0, 1, _PLAIN), (0, several, _PLAIN), (0, 0, _BIASED), (0, 0, _ALL))
-        for past, decodes, mix in runs:
-            tokens = min(32, config.max_model_len - 1, config.max_num_batched_tokens - decodes)
+        lengths = (_SHORT,) * len(runs) + (_LONG,)
+        for length, (past, decodes, mix) in zip(lengths, (*runs, (1, 0, _PLAIN)), strict=True):
+            tokens = min(length, config.max_model_len - 1, config.max_num_batched_tokens - decodes)
             plan = _padding_plan(tokens, past, decodes, mix)
             layout = PlanLayout.of(plan, config.max_stop_ids)
             words = np.zeros(layout.num_words, np.int32)
@@ -150,7 +165,7 @@ class FusedRunner:
             model.first_id,
         )
         model.embed_split(residual_BD)
-        attention.begin(self._paged_step(rows, rows, fresh=True, longest=1))
+        attention.begin(self._decode_step_of(rows))
         hidden = model.forward(residual_BD, attention.attend_projected, decodes=True)
         if kind == WHOLE and self._peers is not None:
             return self._sample_split(*hidden, inputs.slot_B, inputs.context_B)
@@ -162,30 +177,31 @@ class FusedRunner:
     def _run_mixed(self, plan: StepPlan, layout: PlanLayout, staged: Tensor) -> None:
         parts, model, inputs = self._parts, self._model, self._inputs
         tables, attention, rows = parts.tables, self._attention, layout.num_rows
+        padded = self.prompt_graphs.padded(plan.num_tokens)
+        prefill = self._prefill_works[query_block(model.config.head_dim, padded or plan.num_tokens)]
         derive_mixed(
             staged,
             layout,
             plan.num_decode,
+            padded or plan.num_tokens,
             parts.config.page_size,
             tables,
             inputs,
             attention.work_for(plan.num_decode),
             self._kv_heads,
+            prefill,
         )
-        layers = self._pieces if self._pieces.serves(plan.num_tokens) else model
-        # Where the host's time counts, one kernel that reads the cache is better than two that do not.
-        fresh = layers is model and not plan.start_B[plan.num_decode :].any()
-        longest = int(plan.num_new_B.max())
-        uniform = bool((plan.num_new_B[plan.num_decode :] == longest).all())
-        step = self._paged_step(rows, plan.num_decode, fresh=fresh, longest=longest, uniform=uniform)
-        attention.begin(step)
-        residual_TD = model.embed(inputs.input_ids_T[: plan.num_tokens])
         last_S = inputs.last_token_S[: layout.num_sampled]
-        if layout.num_scored:
-            hidden = layers.forward(residual_TD, attention.attend_projected)
+        hidden: tuple[Tensor, Tensor | None]
+        if padded is not None:
+            hidden = self.prompt_graphs.forward(plan.num_tokens, plan.num_decode)
             sampled = rows_of(*hidden, last_S)
         else:
-            sampled = layers.forward(residual_TD, attention.attend_projected, wanted_S=last_S)
+            attention.begin(self._mixed_step(plan, prefill))
+            residual_TD = model.embed(inputs.input_ids_T[: plan.num_tokens])
+            wanted_S = None if layout.num_scored else last_S
+            hidden = model.forward(residual_TD, attention.attend_projected, wanted_S=wanted_S)
+            sampled = rows_of(*hidden, last_S) if layout.num_scored else hidden
         if layout.num_sampled:
             slot_S, position_S = inputs.slot_S[: layout.num_sampled], inputs.position_S[: layout.num_sampled]
             if self._peers is not None and plan.mix.only_chooses and not plan.mix.filters:
@@ -264,7 +280,22 @@ class FusedRunner:
         )
         return logits_Sv
 
-    def _paged_step(self, rows: int, num_decode: int, *, fresh: bool, longest: int, uniform: bool = False) -> PagedStep:
+    def _mixed_step(self, plan: StepPlan, prefill: PrefillWork) -> PagedStep:
+        """That of a step with prompt chunks, for launching it kernel by kernel."""
+        num_new_B = plan.num_new_B[plan.num_decode :]
+        longest = int(num_new_B.max())
+        return replace(
+            self._decode_step_of(plan.num_decode),
+            num_rows=len(plan.slots_B),
+            prefill=prefill,
+            prefill_programs=prefill.most_blocks(len(plan.prefill_tokens), len(num_new_B)),
+            fresh=not plan.start_B[plan.num_decode :].any(),
+            longest_chunk=longest,
+            uniform=bool((num_new_B == longest).all()),
+        )
+
+    def _decode_step_of(self, rows: int) -> PagedStep:
+        """That of a step whose rows all decode."""
         inputs = self._inputs
         return PagedStep(
             page_table_RM=self._parts.tables.page_table_RM,
@@ -274,10 +305,11 @@ class FusedRunner:
             positions_T=inputs.positions_T,
             location_T=inputs.location_T,
             num_rows=rows,
-            num_decode=num_decode,
-            fresh=fresh,
-            longest_chunk=longest,
-            uniform=uniform,
+            num_decode=rows,
+            prefill=None,
+            prefill_programs=0,
+            fresh=True,
+            longest_chunk=1,
         )
 
 
@@ -285,6 +317,8 @@ _PLAIN = SamplingMix(False, False, 0, False, False, False, -1)
 _BIASED = replace(_PLAIN, max_biases=1)
 _ALL = replace(_BIASED, any_top_p=True, any_min_tokens=True, num_logprobs=0)
 """With adjusted logits sampling runs in float32, which are kernels of their own."""
+_SHORT, _LONG = 32, 1024
+"""Chunks whose queries are cut into small and into large blocks."""
 
 
 def _padding_plan(tokens: int, past: int, decodes: int, mix: SamplingMix) -> StepPlan:

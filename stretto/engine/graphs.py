@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one for each size of a ladder and each kind of step, captured once and replayed.
+"""CUDA graphs of steps: one for each size of a ladder and each kind of step, captured once and replayed.
 
 Owns the graphs and the memory pool that they share; what is captured is the caller's. A captured step reads everything
 from buffers at fixed addresses, and leaves its results there. Steps of one stream never run at once, so all graphs
@@ -11,6 +11,7 @@ import bisect
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -28,54 +29,78 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
+class Recorded(Protocol):
+    """Work on fixed tensors that can be repeated: a `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None:
+        """Enqueue it again."""
+
+    def reset(self) -> None:
+        """Give back what it holds; it must not be running."""
+
+
+class Record(Protocol):
+    """Records what a function enqueues on the current stream; it must have been run before."""
+
+    held_bytes: int
+    """Device memory that all that was recorded holds."""
+
+    def __call__(self, work: Callable[[], None]) -> Recorded:
+        """The work, recorded. Blocks."""
+
+
 class CudaRecorder:
-    """Records work on the current stream as CUDA graphs, which share one pool of memory."""
+    """`Record` as CUDA graphs, which share one pool of memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self.held_bytes = 0
 
     def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """The graph of `work`, which must have been run before: nothing may be compiled or set up in it. Blocks."""
+        """The graph of `work`: nothing may be compiled or set up in it any more. Blocks."""
         graph = torch.cuda.CUDAGraph()
+        free_before = torch.cuda.mem_get_info()[0]
         # Other threads (NCCL's, those that watch other ranks) may call CUDA meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()
         finally:
             graph.capture_end()
+        self.held_bytes += free_before - torch.cuda.mem_get_info()[0]
         return graph
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Graphs of `work(size, kind)` for every size of a ladder and every kind."""
 
     def __init__(self, sizes: tuple[int, ...], num_kinds: int, work: Callable[[int, int], None]) -> None:
         self.sizes = sizes
         self._num_kinds = num_kinds
         self._work = work
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int], Recorded] = {}
         self.capture_s = 0.0
-        """Seconds that `capture` took."""
+        """Seconds that `capture` took, but for running each once before."""
         self.pool_bytes = 0
         """Device memory that the graphs hold."""
 
-    def capture(self, record: CudaRecorder) -> None:
+    @property
+    def captured(self) -> bool:
+        """Whether there are graphs to replay. hot path"""
+        return bool(self._graphs)
+
+    def capture(self, record: Record) -> None:
         """Capture them all in the current stream. Blocks; the largest first, so that the others fit into its memory.
 
         Each is run once beforehand: that compiles kernels and lets libraries set themselves up outside the graph.
         """
-        device = torch.cuda.current_device()
-        for size in reversed(self.sizes):
-            for kind in range(self._num_kinds):
-                self._work(size, kind)
-        torch.cuda.synchronize(device)
-        began, free_before = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        for size in reversed(self.sizes):
-            for kind in range(self._num_kinds):
-                self._graphs[size, kind] = record(partial(self._work, size, kind))
-        torch.cuda.synchronize(device)
+        order = [(size, kind) for size in reversed(self.sizes) for kind in range(self._num_kinds)]
+        for size, kind in order:
+            self._work(size, kind)
+        began, held_before = time.perf_counter(), record.held_bytes
+        for size, kind in order:
+            self._graphs[size, kind] = record(partial(self._work, size, kind))
         self.capture_s = time.perf_counter() - began
-        self.pool_bytes = free_before - torch.cuda.mem_get_info(device)[0]
+        self.pool_bytes = record.held_bytes - held_before
 
     def release(self) -> None:
         """Give the graphs back; none of them may be running. NCCL cannot end before the last one that calls it."""
@@ -84,6 +109,6 @@ class DecodeGraphs:
         self._graphs.clear()
 
     # hot path
-    def replay(self, rows: int, kind: int) -> None:
-        """Launch the graph of the smallest size that holds `rows`. Never blocks."""
-        self._graphs[self.sizes[bisect.bisect_left(self.sizes, rows)], kind].replay()
+    def replay(self, least: int, kind: int) -> None:
+        """Launch the graph of the smallest size that is at least so much. Never blocks."""
+        self._graphs[self.sizes[bisect.bisect_left(self.sizes, least)], kind].replay()

@@ -20,6 +20,7 @@ from torch import Tensor
 from stretto.kernels.decode_attention import DecodeWork, plan_decode_work
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, next_power_of_2, options
+from stretto.kernels.prefill_work import BLOCKS_PER_PROGRAM, PrefillWork, find_blocks, write_blocks
 
 if TYPE_CHECKING:  # only what they are made of matters here; the engine is above the kernels
     from stretto.engine.staging import PlanLayout
@@ -262,23 +263,27 @@ def derive_mixed(
     staged: Tensor,
     layout: PlanLayout,
     num_decode: int,
+    padded: int,
     page_size: int,
     tables: DeviceTables,
     inputs: StepInputs,
     work: DecodeWork,
     num_kv_heads: int,
+    prefill: PrefillWork,
 ) -> None:
     """Inputs of a step whose first `num_decode` rows decode and whose others are prompt chunks, from the packed plan.
 
-    The chunks' tokens go into the token table too. Also fills what says which tokens are sampled from, and where the
-    work of the decode rows' attention is cut.
+    The chunks' tokens go into the token table too. Tokens up to `padded` are padding: id 0 at position 0, written to
+    page 0; of rows that there are not, new tokens end where the last row's do. Also fills what says which tokens are
+    sampled from, and where the work of the decode rows' and of the chunks' attention is cut.
     """
     rows = layout.num_rows
     prefill_at = 2 * rows + layout.num_sampled + 3 * layout.num_pages + layout.num_admitted * (9 + layout.stop_width)
     tokens = num_decode + layout.num_prefill
     pieces = work.num_pieces(num_kv_heads)
     plan_programs = cdiv(pieces, _PART)
-    _derive_mixed[(cdiv(tokens, _TOKENS) + 1 + plan_programs,)](
+    block_programs = cdiv(prefill.most_blocks(layout.num_prefill, rows - num_decode), BLOCKS_PER_PROGRAM)
+    _derive_mixed[(cdiv(padded, _TOKENS) + 1 + plan_programs + block_programs,)](
         staged,
         tables.token_ids_RL,
         tables.page_table_RM,
@@ -293,12 +298,17 @@ def derive_mixed(
         inputs.location_T,
         work.line_B2,
         work.first_row_C,
+        prefill.num_blocks_1,
+        prefill.block_W4,
+        inputs.slot_B.shape[0],
         rows,
         layout.num_sampled,
         num_decode,
         tokens,
+        padded,
         prefill_at,
         pieces,
+        prefill.block_q,
         tables.token_ids_RL.stride(0),
         tables.page_table_RM.stride(0),
         PAGE=page_size,
@@ -306,18 +316,22 @@ def derive_mixed(
         TOKENS=_TOKENS,
         UNIT=work.tuning.unit,
         PART=_PART,
+        BLOCKS=BLOCKS_PER_PROGRAM,
         num_warps=4,
     )
 
 
 @kernel(
     do_not_specialize=[
+        "max_rows",
         "num_rows",
         "num_sampled",
         "num_decode",
         "num_tokens",
+        "padded",
         "prefill_at",
         "num_pieces",
+        "block_q",
         "token_stride",
         "table_stride",
     ]
@@ -337,12 +351,17 @@ def _derive_mixed(
     location_ptr,
     line_ptr,
     first_row_ptr,
+    num_blocks_ptr,
+    block_ptr,
+    max_rows,
     num_rows,
     num_sampled,
     num_decode,
     num_tokens,
+    padded,
     prefill_at,
     num_pieces,
+    block_q,
     token_stride,
     table_stride,
     PAGE: tl.constexpr,
@@ -350,9 +369,11 @@ def _derive_mixed(
     TOKENS: tl.constexpr,
     UNIT: tl.constexpr,
     PART: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    token_programs = (num_tokens + TOKENS - 1) // TOKENS
+    token_programs = (padded + TOKENS - 1) // TOKENS
+    plan_programs = (num_pieces + PART - 1) // PART
     b = tl.arange(0, ROWS)
     in_rows = b < num_rows
     num_new = tl.load(staged_ptr + num_rows + b, mask=in_rows, other=0)
@@ -372,15 +393,27 @@ def _derive_mixed(
         token = tl.where(decodes, tl.load(known, mask=inside & decodes, other=0), given)
         tl.store(known, given, mask=inside & (t >= num_decode))
         page = tl.load(page_table_ptr + slot * table_stride + position // PAGE, mask=inside, other=0)
-        tl.store(input_ids_ptr + t, token, mask=inside)
-        tl.store(positions_ptr + t, position, mask=inside)
-        tl.store(location_ptr + t, page * PAGE + position % PAGE, mask=inside)
+        location = tl.where(inside, page * PAGE + position % PAGE, 0)
+        tl.store(input_ids_ptr + t, token, mask=t < padded)
+        tl.store(positions_ptr + t, tl.where(inside, position, 0), mask=t < padded)
+        tl.store(location_ptr + t, location, mask=t < padded)
+    elif program > token_programs + plan_programs:
+        part = program - token_programs - 1 - plan_programs
+        record, there, block_row, first, begin, total = find_blocks(
+            num_new, num_decode, num_rows, part, block_q, ROWS, BLOCKS
+        )
+        row_new = tl.load(staged_ptr + num_rows + block_row, mask=there, other=0)
+        row_slot = tl.load(staged_ptr + block_row, mask=there, other=0)
+        past = tl.load(length_ptr + row_slot, mask=there, other=0)
+        write_blocks(
+            record, there, first, begin, row_new, past, row_slot, total, part, block_q, num_blocks_ptr, block_ptr
+        )
     else:
         length = tl.load(length_ptr + slot_B, mask=in_rows, other=0)
         context = length + num_new
         if program == token_programs:
             tl.store(context_ptr + b, context, mask=in_rows)
-            tl.store(query_end_ptr + b, end.to(tl.int64), mask=in_rows)
+            tl.store(query_end_ptr + b, end.to(tl.int64), mask=b < max_rows)
             s_inside = b < num_sampled
             row_S = tl.load(staged_ptr + 2 * num_rows + b, mask=s_inside, other=0)
             slot_S = tl.load(staged_ptr + row_S, mask=s_inside, other=0).to(tl.int64)

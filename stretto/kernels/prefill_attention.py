@@ -13,6 +13,9 @@ from torch import Tensor
 
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import dot_precision, next_power_of_2, options
+from stretto.kernels.prefill_work import PrefillWork
+
+_FEW_TOKENS = 512
 
 
 def prefill_attention_reference(
@@ -47,52 +50,55 @@ def prefill_attention_reference(
     return out_TNH
 
 
+def query_blocks(head_dim: int) -> tuple[int, ...]:
+    """What `query_block` may be."""
+    return (64, 128) if head_dim <= 128 else (64,)
+
+
+def query_block(head_dim: int, num_tokens: int) -> int:
+    """Queries of a block that suit a step of so many tokens: with few, small ones keep more of the GPU busy."""
+    return query_blocks(head_dim)[-1 if num_tokens > _FEW_TOKENS else 0]
+
+
 # hot path
 def prefill_attention(
     q_TNH: Tensor,
     keys_PKSH: Tensor,
     values_PKSH: Tensor,
     page_table_RM: Tensor,
-    slot_B: Tensor,
-    context_B: Tensor,
-    query_end_B: Tensor,
-    num_rows: int,
-    first_row: int,
+    work: PrefillWork,
+    programs: int,
     scale: float,
     out_TNH: Tensor,
 ) -> None:
-    """`prefill_attention_reference` into `out_TNH`; tokens of rows before `first_row` stay as they are. Never blocks.
+    """`prefill_attention_reference` of the blocks in `work` into `out_TNH`; all else there is left. Never blocks.
 
-    Keys and values of the new tokens must be in their pages.
+    Keys and values of the new tokens must be in their pages. `programs`, for each head, take the blocks in turn: best
+    as many as there are.
     """
-    tokens, heads, dim = q_TNH.shape
+    heads, dim = q_TNH.shape[1:]
     kv_heads = keys_PKSH.shape[1]
-    block_q, block_k = (128, 64) if dim <= 128 else (64, 32)
-    _prefill_attention[(tokens // block_q + num_rows, heads)](
+    _prefill_attention[(programs, heads)](
         q_TNH,
         keys_PKSH,
         values_PKSH,
         page_table_RM,
-        slot_B,
-        context_B,
-        query_end_B,
+        work.num_blocks_1,
+        work.block_W4,
         out_TNH,
-        num_rows,
-        first_row,
         q_TNH.stride(0),
         keys_PKSH.stride(0),
         page_table_RM.stride(0),
         out_TNH.stride(0),
         scale * 1.4426950408889634,
-        ROWS=next_power_of_2(max(2, slot_B.shape[0])),
         GROUPS=heads // kv_heads,
         DIM=dim,
         DIM_PAD=max(16, next_power_of_2(dim)),
         PAGE=keys_PKSH.shape[2],
-        BLOCK_Q=block_q,
-        BLOCK_K=block_k,
+        BLOCK_Q=work.block_q,
+        BLOCK_K=64 if dim <= 128 else 32,
         PRECISION=dot_precision(q_TNH.dtype),
-        num_warps=8 if dim <= 128 else 4,
+        num_warps=8 if work.block_q > 64 else 4,
         num_stages=3 if dim <= 128 else 2,
         **options(q_TNH.device),
     )
@@ -141,24 +147,20 @@ def attend_block(
     return acc, new_top, total
 
 
-@kernel(do_not_specialize=["num_rows", "first_row"])
+@kernel
 def _prefill_attention(
     q_ptr,
     keys_ptr,
     values_ptr,
     page_table_ptr,
-    slot_ptr,
-    context_ptr,
-    query_end_ptr,
+    num_blocks_ptr,
+    block_ptr,
     out_ptr,
-    num_rows,
-    first_row,
     q_stride,
     page_stride,
     table_stride,
     out_stride,
     scale,
-    ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
@@ -168,38 +170,32 @@ def _prefill_attention(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    program = tl.program_id(0)
     head = tl.program_id(1)
+    d = tl.arange(0, DIM_PAD)
+    head_keys = keys_ptr + (head // GROUPS) * (PAGE * DIM)
+    head_values = values_ptr + (head // GROUPS) * (PAGE * DIM)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # Row b's query blocks begin at program start[b] // BLOCK_Q + b: distinct, in order, known to every program.
-    b = tl.arange(0, ROWS)
-    start_B = tl.load(query_end_ptr + b - 1, mask=(b > 0) & (b < num_rows), other=0)
-    row = tl.sum(((start_B // BLOCK_Q + b <= program) & (b < num_rows)).to(tl.int32), 0) - 1
-    end = tl.load(query_end_ptr + row)
-    start = tl.load(query_end_ptr + row - 1, mask=row > 0, other=0)
-    first_query = (program - (start // BLOCK_Q + row)) * BLOCK_Q
-    num_new = end - start
-    if (row >= first_row) & (first_query < num_new):
-        slot = tl.load(slot_ptr + row).to(tl.int64)
-        context = tl.load(context_ptr + row)
-        past = context - num_new
-        query = first_query + tl.arange(0, BLOCK_Q)
-        d = tl.arange(0, DIM_PAD)
-        inside = (query < num_new)[:, None] & (d < DIM)[None, :]
-        token_row = (start + query)[:, None]
+    num_blocks = tl.load(num_blocks_ptr)
+    for index in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        line = block_ptr + index * 4
+        first_token = tl.load(line).to(tl.int64)
+        count = tl.load(line + 1)
+        first_position = tl.load(line + 2)
+        slot = tl.load(line + 3).to(tl.int64)
+        query = tl.arange(0, BLOCK_Q)
+        inside = (query < count)[:, None] & (d < DIM)[None, :]
+        token_row = (first_token + query)[:, None]
         q = tl.load(q_ptr + token_row * q_stride + head * DIM + d[None, :], mask=inside, other=0.0)
-        position = past + query
+        position = first_position + query
         table = page_table_ptr + slot * table_stride
-        head_keys = keys_ptr + (head // GROUPS) * (PAGE * DIM)
-        head_values = values_ptr + (head // GROUPS) * (PAGE * DIM)
         top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_Q,), tl.float32)
         acc = tl.zeros((BLOCK_Q, DIM_PAD), tl.float32)
-        whole = ((past + first_query + 1) // BLOCK_K).to(tl.int32)
-        seen = tl.minimum(context, past + first_query + BLOCK_Q)
-        last = ((seen + BLOCK_K - 1) // BLOCK_K).to(tl.int32)
+        whole = (first_position + 1) // BLOCK_K
+        seen = first_position + count
+        last = (seen + BLOCK_K - 1) // BLOCK_K
         for block in range(whole):
             acc, top, total = attend_block(
                 q,
@@ -210,7 +206,7 @@ def _prefill_attention(
                 head_values,
                 table,
                 block,
-                context,
+                seen,
                 position,
                 page_stride,
                 scale,
@@ -231,7 +227,7 @@ def _prefill_attention(
                 head_values,
                 table,
                 block,
-                context,
+                seen,
                 position,
                 page_stride,
                 scale,

@@ -66,6 +66,7 @@ def compile_all() -> None:
         launch,
         plan,
         prefill_attention,
+        prefill_work,
         rope_write,
         sampling,
         sampling_filters,
@@ -99,9 +100,12 @@ def compile_all() -> None:
     rows = (longs(9, 4), longs(4), longs(4))
     decode_attention.plan_decode(rows[2], 4, 8, work)
     decode_attention.decode_attention(bf16(4, 16, 128), cache[0], cache[1], *rows, 0.1, work, bf16(4, 16, 128))
-    prefill_attention.prefill_attention(
-        bf16(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 1, 0.1, bf16(99, 16, 128)
-    )
+    for block_q in prefill_attention.query_blocks(128):
+        blocks = prefill_work.PrefillWork.allocate(99, 4, block_q, cpu)
+        prefill_work.plan_prefill(rows[1], rows[2], longs(4), 4, 1, blocks)
+        prefill_attention.prefill_attention(
+            bf16(99, 16, 128), cache[0], cache[1], rows[0], blocks, 5, 0.1, bf16(99, 16, 128)
+        )
     invariant_attention.invariant_attention(
         bf16(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, bf16(99, 16, 128)
     )
@@ -127,10 +131,10 @@ def compile_all() -> None:
     filters = sampling_filters.RowFilters(longs(9), floats, floats, found)
     sampling.sample_rows(logits, *rows, filters=filters)
     sampling.mask_stop_ids(logits, longs(3), longs(3), longs(9), longs(9, 16))
-    _compile_plan(plan, work)
+    _compile_plan(plan, work, blocks)
 
 
-def _compile_plan(plan: Any, work: Any) -> None:
+def _compile_plan(plan: Any, work: Any, blocks: Any) -> None:
     from stretto.config import SchedulerConfig
     from stretto.engine.staging import PlanLayout
     from stretto.engine.tables import DeviceTables
@@ -141,7 +145,7 @@ def _compile_plan(plan: Any, work: Any) -> None:
     layout = PlanLayout(3, 2, 1, 1, 20, config.max_stop_ids)
     staged = torch.zeros(layout.num_words, dtype=torch.int32)
     plan.apply_plan(staged, layout, tables, inputs)
-    plan.derive_mixed(staged, layout, 1, 16, tables, inputs, work, 8)
+    plan.derive_mixed(staged, layout, 1, 32, 16, tables, inputs, work, 8, blocks)
     table = torch.zeros(9, 1024, dtype=torch.bfloat16)
     for first_id in (9, None):  # a rank's part of the table, and all of it
         plan.derive_decode(4, 16, tables, inputs, work, 8, table, table.new_zeros(4, 1024), first_id)
