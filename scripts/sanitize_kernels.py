@@ -1,17 +1,22 @@
-"""Calls every kernel of the GPU engine once or more at small, odd shapes, for compute-sanitizer to watch.
+"""Calls the kernels of the GPU engine at small, odd shapes, for compute-sanitizer to watch: `gpu_sanitize.sh` runs it.
 
-`python scripts/sanitize_kernels.py` on a CUDA GPU (or under TRITON_INTERPRET=1, to see that it runs). Ends with an
-error if a kernel of `stretto.kernels` was not launched. Results are looked at by the kernels' tests, not here.
+`python scripts/sanitize_kernels.py CASE...` on a CUDA GPU (or under TRITON_INTERPRET=1, to see that it runs) prints a
+line of JSON after each case: the launches and seconds of each kernel. Without a case: what cases and kernels there are,
+and the GPU. Results are looked at by the kernels' tests, not here.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,7 +40,8 @@ from stretto.kernels import (
 from stretto.kernels.decode_attention import DecodeWork, Tuning, decode_attention, plan_decode
 from stretto.kernels.invariant_attention import PartScratch, invariant_attention
 from stretto.kernels.invariant_matmul import invariant_matmul
-from stretto.kernels.prefill_attention import prefill_attention
+from stretto.kernels.prefill_attention import prefill_attention, query_blocks
+from stretto.kernels.prefill_work import PrefillWork, plan_prefill
 from stretto.kernels.rope_write import HeadTransform, rope_write
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,14 +68,20 @@ def all_kernels() -> dict[str, Any]:
 
 
 @contextmanager
-def launches_watched(*, execute: bool = True) -> Iterator[set[str]]:
-    """The set that each kernel's name enters when it is launched; without `execute` nothing is."""
-    seen: set[str] = set()
+def launches_watched(*, execute: bool = True) -> Iterator[dict[str, list[float]]]:
+    """(launches, seconds) of each kernel by name, as they come; without `execute` nothing is launched. Blocks."""
+    seen: dict[str, list[float]] = {}
 
     def watching(run: Any) -> Any:
         def watched(self: Any, *arguments: Any, **options: Any) -> Any:
-            seen.add(self.fn.__name__)
-            return run(self, *arguments, **options) if execute else None
+            count = seen.setdefault(self.fn.__name__, [0, 0.0])
+            began = time.perf_counter()
+            result = run(self, *arguments, **options) if execute else None
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            count[0] += 1
+            count[1] += time.perf_counter() - began
+            return result
 
         return watched
 
@@ -85,33 +97,41 @@ def launches_watched(*, execute: bool = True) -> Iterator[set[str]]:
             kind.run = run
 
 
-def call_all() -> None:
-    """All kernels, group by group. Blocks."""
-    for part in (products_and_rows, attention, choices, plans, exchanges):
-        part()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def products_and_rows() -> None:
-    """Norms, gates, heads, products."""
+def norms_and_gates() -> None:
+    """Row by row."""
     elementwise.add_rms_norm(low(3, 200), low(3, 200), low(200), 1e-6)
     elementwise.add_rms_norm(low(1, 200), None, low(200), 1e-6)
     elementwise.silu_and_mul(low(3, 2 * 1100))
     elementwise.add_rms_norm(low(3, 200), floats(2, 3, 200), low(200), 1e-6)
     elementwise.sum_parts(floats(2, 3, 200), DTYPE)
+
+
+def products_of_one_row() -> None:
+    """With norm and gate, or with what is added to."""
     for norm, gate in ((small_matmul.Norm(low(200), 1e-6), True), (None, False)):
         small_matmul.small_matmul(low(1, 200), low(98, 200), low(98), norm=norm, gate=gate)
     small_matmul.small_matmul(low(1, 200), low(49, 200), add_to=low(1, 49))
+
+
+def products_of_few_rows() -> None:
+    """Of a span each, and gated."""
     for rows in (3, 17):
         for width in (64, 1288):  # whole, and in parts
             few_rows.few_rows_matmul(low(rows, width), low(98, width), low(98))
         few_rows.few_rows_matmul(low(rows, 200), low(98, 200), whole=True)
         few_rows.few_rows_matmul(low(rows, 200).half(), low(98, 200).half())
         few_rows.few_rows_gated(low(rows, 200), low(98, 200), low(98))
+
+
+def invariant_products() -> None:
+    """Few rows and more."""
     for rows in (1, 3, 17):
         invariant_matmul(low(rows, 200), low(130, 200), low(130))
     invariant_matmul(low(70, 64), low(8200, 64))
+
+
+def keys_and_values() -> None:
+    """Norm and turn of queries and keys, and the write to the cache."""
     for heads, kv_heads, dim in ((9, 3, 64), (4, 4, 96)):
         norm_weight = low(heads + kv_heads, dim) if dim == 64 else None
         transform = HeadTransform(heads, kv_heads, norm_weight, 1e-6, floats(20, dim))
@@ -121,51 +141,99 @@ def products_and_rows() -> None:
         )
 
 
-def attention() -> None:
-    """Decode and prompts over pages that lie scattered in the cache."""
-    contexts = [1, 65, 130, 17]
-    for heads, kv_heads, dim, size in ((9, 3, 64, 16), (4, 2, 128, 16), (4, 1, 96, 1), (2, 2, 256, 64)):
+@dataclass(frozen=True)
+class Pages:
+    """Four rows whose pages lie scattered in a cache."""
+
+    cache: torch.Tensor
+    table: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def scattered(cls, contexts: list[int], kv_heads: int, dim: int, size: int) -> Pages:
+        """Rows with these contexts, in pages of `size` tokens."""
         used = [-(-context // size) for context in contexts]
-        table = torch.zeros(6, max(used), dtype=torch.int64)
+        table = torch.zeros(len(used) + 2, max(used), dtype=torch.int64)
         order = (torch.randperm(sum(used)) + 1).tolist()
         for row, count in enumerate(used):
             table[row + 1, :count] = torch.tensor([order.pop() for _ in range(count)])
-        cache, where = low(2, sum(used) + 1, kv_heads, size, dim), table.to(DEVICE)
-        slots, lengths = longs([1, 2, 3, 4]), longs(contexts)
+        slots = torch.arange(1, len(used) + 1, device=DEVICE)
+        return cls(low(2, sum(used) + 1, kv_heads, size, dim), table.to(DEVICE), slots, longs(contexts))
+
+
+HEADS = ((9, 3, 64, 16), (4, 2, 128, 16), (4, 1, 96, 1), (2, 2, 256, 64))
+"""Query heads, key heads, size of a head, tokens of a page."""
+
+
+def decode_rows() -> None:
+    """Decode attention, its work cut as for few and for many rows."""
+    for heads, kv_heads, dim, size in HEADS:
+        pages = Pages.scattered([1, 65, 130, 17], kv_heads, dim, size)
         for rows in (4, 30, 4000):  # shaped as for so many
             work = DecodeWork.allocate(4, heads, kv_heads, dim, DEVICE, Tuning.of(rows, heads, kv_heads, dim))
-            plan_decode(lengths, 4, kv_heads, work)
+            plan_decode(pages.lengths, 4, kv_heads, work)
             q, out = low(4, heads, dim), low(4, heads, dim)
-            decode_attention(q, cache[0], cache[1], where, slots, lengths, 0.3, work, out)
+            where = (*pages.cache, pages.table, pages.slots, pages.lengths)
+            decode_attention(q, *where, 0.3, work, out)
+
+
+def prompts() -> None:
+    """Attention of prompts: a token, one more than a block, a block and a bit, a chunk behind a prefix."""
+    for heads, kv_heads, dim, size in HEADS:
+        pages = Pages.scattered([1, 65, 70, 17], kv_heads, dim, size)
         ends = longs([1, 66, 136, 140])
         q, out = low(140, heads, dim), low(140, heads, dim)
-        prefill_attention(q, cache[0], cache[1], where, slots, lengths, ends, 4, 1, 0.3, out)
-        invariant_attention(q, cache[0], cache[1], where, slots, lengths, ends, 4, 0.3, out)
-    longest = longs([1200, 513])
-    table = torch.arange(1, 2 * 80 + 1, device=DEVICE).view(2, 80)
-    cache, slots = low(2, 161, 2, 16, 64), longs([0, 1])
+        for block_q in query_blocks(dim):
+            work = PrefillWork.allocate(140, 4, block_q, DEVICE)
+            plan_prefill(pages.slots, pages.lengths, ends, 4, 1, work)
+            prefill_attention(q, *pages.cache, pages.table, work, 3, 0.3, out)
+
+
+def invariant_rows() -> None:
+    """Attention with the same bits in any batch: prompts whole, and decode rows in parts of 512 tokens."""
+    for heads, kv_heads, dim, size in HEADS:
+        pages = Pages.scattered([1, 65, 70, 17], kv_heads, dim, size)
+        ends = longs([1, 66, 136, 140])
+        q, out = low(140, heads, dim), low(140, heads, dim)
+        where = (*pages.cache, pages.table, pages.slots, pages.lengths)
+        invariant_attention(q, *where, ends, 4, 0.3, out)
+    pages = Pages.scattered([1200, 513], 2, 64, 16)
     scratch = PartScratch.allocate(2, 6, 2, 64, 1280, DEVICE)
-    invariant_attention(
-        low(2, 6, 64), cache[0], cache[1], table, slots, longest, slots + 1, 2, 0.3, low(2, 6, 64), scratch
-    )
+    where = (*pages.cache, pages.table, pages.slots, pages.lengths)
+    invariant_attention(low(2, 6, 64), *where, pages.slots, 2, 0.3, low(2, 6, 64), scratch)
+
+
+def sampled_from(rows: int, vocabulary: int) -> tuple[Any, ...]:
+    """Logits and the rest of what `sample_rows` takes, temperatures 0 and above."""
+    slots, positions = torch.arange(rows, device=DEVICE), torch.full((rows,), 3, device=DEVICE)
+    temperature, seeds = torch.linspace(0, 2, rows + 1, device=DEVICE), torch.arange(rows + 1, device=DEVICE)
+    ids, lengths = torch.zeros(rows + 1, 8, dtype=torch.int64, device=DEVICE), torch.zeros_like(seeds)
+    scratch = sampling.SampleScratch.allocate(rows, vocabulary, DEVICE)
+    return (
+        low(rows, vocabulary), slots, positions, temperature, seeds, ids, lengths, torch.zeros_like(slots), scratch,
+    )  # fmt: skip
 
 
 def choices() -> None:
-    """Sampling, with and without filters, of one and of several rows; ids of stop tokens masked."""
+    """Sampling of one and of several rows; ids of stop tokens masked."""
     for rows, vocabulary in ((1, 9001), (5, 9001), (3, 11)):
-        slots, positions = torch.arange(rows, device=DEVICE), torch.full((rows,), 3, device=DEVICE)
-        temperature, seeds = torch.linspace(0, 2, rows + 1, device=DEVICE), torch.arange(rows + 1, device=DEVICE)
-        ids, lengths = torch.zeros(rows + 1, 8, dtype=torch.int64, device=DEVICE), torch.zeros_like(seeds)
-        tokens, scratch = torch.zeros_like(slots), sampling.SampleScratch.allocate(rows, vocabulary, DEVICE)
-        logits = low(rows, vocabulary)
-        state = (slots, positions, temperature, seeds, ids, lengths, tokens, scratch)
-        sampling.mask_stop_ids(logits, slots, positions, seeds + 4, longs([[2, -1]] * (rows + 1)))
-        sampling.sample_rows(logits, *state)
+        state = sampled_from(rows, vocabulary)
+        logits, slots, positions = state[:3]
+        banned_until = torch.arange(rows + 1, device=DEVICE) + 4
+        sampling.mask_stop_ids(logits, slots, positions, banned_until, longs([[2, -1]] * (rows + 1)))
+        sampling.sample_rows(*state)
+
+
+def filters() -> None:
+    """Sampling with every kind of filter."""
+    for rows, vocabulary in ((5, 9001), (3, 11)):
+        state = sampled_from(rows, vocabulary)
         for top_k, top_p, min_p in ((0, 0.9, 0.0), (5, 0.9, 0.01), (7, 1.0, 0.0), (0, 1.0, 0.1)):
-            asked = (torch.full_like(temperature, value) for value in (top_p, min_p))
+            asked = (torch.full((rows + 1,), value, device=DEVICE) for value in (top_p, min_p))
             found = sampling_filters.FilterScratch.allocate(rows, DEVICE)
-            filters = sampling_filters.RowFilters(torch.full_like(seeds, top_k), *asked, found)
-            sampling.sample_rows(logits, *state, filters=filters)
+            top = torch.full((rows + 1,), top_k, device=DEVICE)
+            sampling.sample_rows(*state, filters=sampling_filters.RowFilters(top, *asked, found))
 
 
 def plans() -> None:
@@ -181,7 +249,8 @@ def plans() -> None:
     words[11] = 3  # slot 3 is admitted
     staged = words.to(DEVICE)
     plan.apply_plan(staged, layout, tables, inputs)
-    plan.derive_mixed(staged, layout, 2, config.page_size, tables, inputs, work, 2)
+    blocks = PrefillWork.allocate(64, 4, 64, DEVICE)
+    plan.derive_mixed(staged, layout, 2, 64, config.page_size, tables, inputs, work, 2, blocks)
     table = low(9, 96)
     for first_id in (9, None):
         plan.derive_decode(4, config.page_size, tables, inputs, work, 2, table, low(4, 96), first_id)
@@ -217,15 +286,55 @@ def exchanges() -> None:
     )  # fmt: skip
 
 
+CONTROL = """
+extern "C" __global__ void _control(int* out) {
+  __shared__ int words[64];
+  words[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x + 64] = words[63 - threadIdx.x];
+}
+"""
+
+
+def control() -> None:
+    """A kernel with both faults, as 64 words are allocated: a tool that does not find its own is not believed."""
+    kernel = torch.cuda._compile_kernel(CONTROL, "_control")
+    kernel(grid=(1, 1, 1), block=(64, 1, 1), args=[torch.zeros(64, dtype=torch.int32, device=DEVICE)])
+    torch.cuda.synchronize()
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case
+    for case in (
+        *(prompts, invariant_rows, decode_rows, filters, choices, products_of_few_rows, products_of_one_row),
+        *(invariant_products, exchanges, keys_and_values, norms_and_gates, plans),
+    )
+}
+"""What is watched by itself, what takes longest first. Together they launch every kernel: tests/test_sanitizer.py."""
+
+
+def described() -> dict[str, object]:
+    """What there is to be watched, and where."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "kernels": sorted(all_kernels()),
+        "cases": list(CASES),
+    }
+
+
 def main() -> None:
-    """All of them."""
+    """Command line."""
+    if not sys.argv[1:]:
+        print(json.dumps(described()))
+        return
     torch.manual_seed(0)
-    with launches_watched() as seen:
-        call_all()
-    missing = all_kernels().keys() - seen
-    if missing or not seen:
-        raise SystemExit(f"not called: {', '.join(sorted(missing))}")
-    print(f"{len(seen)} kernels: {', '.join(sorted(seen))}")
+    for name in sys.argv[1:]:
+        with launches_watched() as seen:
+            {**CASES, control.__name__: control}[name]()
+        print(json.dumps({"kernels": {kernel: [int(n), round(s, 3)] for kernel, (n, s) in seen.items()}}), flush=True)
 
 
 if __name__ == "__main__":
