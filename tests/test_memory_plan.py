@@ -55,3 +55,9 @@ def test_less_for_the_rest_is_more_for_the_cache() -> None:
 def test_what_cannot_fit_is_refused_with_numbers() -> None:
     with pytest.raises(InvalidRequest, match=r"3\.60 of 4\.00 GiB allowed, 3\.00 in use .* workspace, .* graphs"):
         plan(total_gib=4, free_gib=1)
+
+
+def test_graphs_of_steps_with_prompts_are_counted() -> None:
+    """More of them, and more room for each, the more tokens a step may have, up to the largest captured."""
+    few, some, most, more = (plan(max_num_batched_tokens=tokens).graphs for tokens in (16, 64, 4096, 8192))
+    assert few < some < most == more

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
 from stretto.engine.adjustment import adjust
-from stretto.engine.graphs import FILTERED, FORWARD, NUM_KINDS, WHOLE, CudaRecorder, StepGraphs, ladder
+from stretto.engine.graphs import FILTERED, FORWARD, NUM_KINDS, WHOLE, CudaRecorder, StepGraphs, ladder, token_ladder
 from stretto.engine.logprobs import write_logprobs
-from stretto.engine.prompt_graphs import PromptGraphs, sizes_for
+from stretto.engine.prompt_graphs import PromptGraphs
 from stretto.engine.runner import MakeRunner, RunnerParts, score_prompts
 from stretto.engine.sampling_rows import SamplingMix
 from stretto.engine.staging import PlanLayout, pack
@@ -71,7 +71,7 @@ class FusedRunner:
             self._inputs,
             self._prefill_works,
             tables.page_table_RM,
-            sizes_for(model.weights_per_layer, tokens) if graphs else (),
+            token_ladder(model.weights_per_layer, tokens) if graphs else (),
         )
         self._logits_SV = torch.empty(
             config.max_rows if graphs else 0, model.config.vocab_size, dtype=model.dtype, device=device

@@ -29,6 +29,19 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
+_TOKENS = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
+_FLOP_HIDDEN_PER_LAYER = 8e10
+"""About what an H200 computes while the host launches a layer kernel by kernel; padding costs more than it saves if a
+layer takes longer."""
+
+
+def token_ladder(weights_per_layer: int, most: int) -> tuple[int, ...]:
+    """Numbers of tokens, up to `most`, for which to capture steps with prompt chunks: as far as a GPU computes for
+    shorter than the host launches."""
+    most = min(most, int(_FLOP_HIDDEN_PER_LAYER / (2 * weights_per_layer)))
+    return tuple(size for size in _TOKENS if size <= most)
+
+
 class Recorded(Protocol):
     """Work on fixed tensors that can be repeated: a `torch.cuda.CUDAGraph`."""
 

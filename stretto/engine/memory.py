@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.engine.graphs import NUM_KINDS, ladder
+from stretto.engine.graphs import NUM_KINDS, ladder, token_ladder
 from stretto.engine.scoring import SLICE
 from stretto.errors import InvalidRequest
 from stretto.models.config import ModelConfig
@@ -17,7 +17,9 @@ MIB = 2**20
 _LIBRARIES = 256 * MIB
 """Workspaces of matrix libraries, compiled kernels, the allocator's rounding."""
 _GRAPH_BYTES = 3 * MIB
-"""Driver memory of one captured decode step."""
+"""Driver memory of one captured step."""
+_PROMPT_KINDS = 4
+"""Graphs of one number of tokens, at most: without decode rows, and for three ways to cut their attention."""
 _SAMPLING_BYTES = 52
 """Bytes per (row, vocabulary entry) when filters and log-probabilities are all in use: the logits, their float32 copy
 and the temporaries of `engine.filters`."""
@@ -84,9 +86,13 @@ def plan_memory(
     tables = (2 * max_num_seqs + 1) * 8 * (max_model_len + 1 + -(-max_model_len // page_size))
     captured = 0
     if graphs:
-        # One step's room, which all graphs share, and the logits that they leave for what follows them.
-        decode = max_num_seqs * (per_token + 2 * model.vocab_size) * element_bytes
-        captured = NUM_KINDS * len(ladder(max_num_seqs)) * _GRAPH_BYTES + decode
+        # One step's room, which all graphs share, and what they leave for what follows them.
+        sizes = token_ladder(_weights_per_layer(model), max_num_batched_tokens)
+        tokens = max(sizes, default=0)
+        room = max(max_num_seqs * (per_token + model.vocab_size), tokens * per_token)
+        left = max_num_seqs * model.vocab_size + tokens * (2 * model.hidden_size + model.num_heads * model.head_dim)
+        count = NUM_KINDS * len(ladder(max_num_seqs)) + _PROMPT_KINDS * len(sizes)
+        captured = count * _GRAPH_BYTES + (room + left) * element_bytes
     return MemoryPlan(
         total=total,
         allowed=int(utilization * total),
@@ -94,3 +100,8 @@ def plan_memory(
         workspace=activations + sampling + tables + attention_bytes + _LIBRARIES,
         graphs=captured,
     ).checked()
+
+
+def _weights_per_layer(model: ModelConfig) -> int:
+    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    return model.hidden_size * (attention + 3 * model.intermediate_size)

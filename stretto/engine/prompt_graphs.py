@@ -23,18 +23,8 @@ from stretto.kernels.prefill_attention import query_block
 from stretto.kernels.prefill_work import PrefillWork
 from stretto.models.fused import FusedDecoder
 
-_SIZES = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
-_FLOP_HIDDEN_PER_LAYER = 8e10
-"""About what an H200 computes while the host launches a layer kernel by kernel; padding costs more than it saves if a
-layer takes longer."""
 _SPARE_PROGRAMS = 4
 """Programs of prefill attention beyond those that one chunk of all tokens needs: so many more chunks begin at once."""
-
-
-def sizes_for(weights_per_layer: int, max_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens to capture: up to where a GPU computes for longer than the host launches."""
-    most = min(max_tokens, int(_FLOP_HIDDEN_PER_LAYER / (2 * weights_per_layer)))
-    return tuple(size for size in _SIZES if size <= most)
 
 
 class PromptGraphs:
