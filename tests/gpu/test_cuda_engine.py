@@ -116,6 +116,36 @@ def test_graphs_change_no_token(model: Path, dtype: str) -> None:
         assert outputs_of(runtime, given, MIXES["plain"]) == captured
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_captured_steps_with_prompts_change_no_token(model: Path, deterministic: bool) -> None:
+    """Requests that arrive while others decode: chunks of any length, some behind cached prefixes, any number of rows.
+
+    In float32. Steps of more than 192 tokens are launched kernel by kernel in both.
+    """
+    given = prompts(40, longest=250)
+    given += [[*prompt, 1, 2, 3] for prompt in given[:8]]
+    options = {"dtype": "float32", "max_num_batched_tokens": 200, "max_num_seqs": 40, "deterministic": deterministic}
+
+    def tokens_of(runtime: Runtime) -> list[list[int]]:
+        requests = []
+        for index, prompt in enumerate(given):
+            requests.append(runtime.add(prompt, MIXES["plain"], seed=index))
+            for _ in range(index % 4):
+                runtime.step()
+        while runtime.has_work:
+            runtime.step()
+        runtime.scheduler.check()
+        return [runtime.output_ids(request).tolist() for request in requests]
+
+    with started(model, **options) as runtime:
+        graphs = runtime.engine.runner.prompt_graphs  # type: ignore[attr-defined]
+        assert [graphs.padded(tokens) for tokens in (1, 33, 192, 193)] == [32, 64, 192, None]
+        captured = tokens_of(runtime)
+        assert tokens_of(runtime) == captured
+    with started(model, **options, enforce_eager=True) as runtime:
+        assert tokens_of(runtime) == captured
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_no_launch_synchronises(model: Path, depth: int) -> None:
     with started(model, GuardedEngine, overlap_depth=depth) as runtime:
