@@ -5,15 +5,31 @@ Every refusal says what was given and what is allowed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from stretto.cache.base import CacheKey
 from stretto.config import SchedulerConfig
 from stretto.engine.random import fresh_seed
 from stretto.errors import InvalidRequest, Overloaded
 from stretto.request import Request, SamplingParams, TokenArray
+
+
+def _array_of(prompt_ids: Sequence[int] | TokenArray) -> npt.NDArray[Any]:
+    """Of any shape and dtype; empty, of objects, if NumPy cannot read it. Lists take half of NumPy's own time."""
+    if isinstance(prompt_ids, (list, tuple)):
+        try:
+            return np.asarray(array("q", prompt_ids))
+        except (TypeError, OverflowError):  # not whole numbers, or too large ones: NumPy says what they are
+            pass
+    try:
+        return np.asarray(prompt_ids)
+    except (ValueError, OverflowError):
+        return np.empty(0, np.object_)
 
 
 class Admission:
@@ -42,12 +58,10 @@ class Admission:
 
     def _check_prompt(self, prompt_ids: Sequence[int] | TokenArray) -> TokenArray:
         config = self._config
-        try:
-            ids = np.asarray(prompt_ids)
-        except (ValueError, OverflowError):
-            ids = np.empty(0, np.object_)
-        given = set(map(type, prompt_ids)) if isinstance(prompt_ids, (list, tuple)) else set()
-        if bool in given or ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+        ids, is_list = _array_of(prompt_ids), isinstance(prompt_ids, (list, tuple))
+        is_flat = ids.ndim == 1 and (not len(ids) or np.issubdtype(ids.dtype, np.integer))
+        # Only what is 0 or 1 can have been a bool.
+        if not is_flat or (is_list and (ids <= 1).any() and bool in map(type, prompt_ids)):
             raise InvalidRequest(f"prompt token ids must be a flat list of whole numbers below {config.vocab_size}")
         if len(ids) == 0:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
