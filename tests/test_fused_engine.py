@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from stretto.assembly import assemble
 from stretto.config import EngineConfig
 from stretto.engine.fused_runner import FusedRunner
+from stretto.engine.graphs import NUM_KINDS, StepGraphs
 from stretto.engine.prompt_graphs import PromptGraphs
 from stretto.engine.staging import PlanLayout
 from stretto.kernels.rope_write import HeadTransform
@@ -243,8 +244,10 @@ class Recorder:
         return self.recorded[-1]
 
 
-def recorded_prompts(runtime: Runtime, sizes: tuple[int, ...]) -> tuple[Recorder, PromptGraphs]:
-    """Lets the runner take "graphs" of such sizes."""
+def recorded_prompts(
+    runtime: Runtime, sizes: tuple[int, ...], choices: tuple[int, ...]
+) -> tuple[Recorder, PromptGraphs]:
+    """Lets the runner take "graphs" of so many tokens, and of so many sampled rows."""
     runner, record = runtime.engine.runner, Recorder()
     assert isinstance(runner, FusedRunner)
     graphs = PromptGraphs(
@@ -257,7 +260,11 @@ def recorded_prompts(runtime: Runtime, sizes: tuple[int, ...]) -> tuple[Recorder
     )
     runner.prompt_graphs = graphs
     assert graphs.padded(1) is None
+    model = runner._model
+    runner._logits_SV = torch.zeros(max(choices), model.config.vocab_size, dtype=model.dtype)
+    runner.choice_graphs = StepGraphs(choices, NUM_KINDS, runner._choose_wanted)
     runtime.device.call(lambda: graphs.capture(record))
+    runtime.device.call(lambda: runner.choice_graphs.capture(record))
     return record, graphs
 
 
@@ -267,7 +274,7 @@ def test_captured_layers_change_no_token(tiny: Tiny) -> None:
     resolved, expected = tiny
     options = {"max_num_batched_tokens": 40, "max_num_seqs": 5, "overlap_depth": 1, "deterministic": True}
     with started(resolved.path, **options) as runtime:
-        record, graphs = recorded_prompts(runtime, (9, 24))
+        record, graphs = recorded_prompts(runtime, (9, 24), (5,))
         assert [graphs.padded(tokens) for tokens in (1, 9, 10, 24, 25)] == [9, 9, 24, 24, None]
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         assert outputs_of(runtime, PROMPTS[:2], params) == expected[:2]  # 5 tokens
@@ -275,7 +282,8 @@ def test_captured_layers_change_no_token(tiny: Tiny) -> None:
         assert outputs_of(runtime, PROMPTS[3:], params) == expected[3:]  # 9, just full
         runtime.device.call(graphs.release)
         assert graphs.padded(1) is None
-    assert [one.replays for one in record.recorded] == [0, 0, 2, 0]  # without decode rows, with some; the large first
+    # Without decode rows and with some, the large first; tokens without filters, with them, and up to the logits.
+    assert [one.replays for one in record.recorded] == [0, 0, 2, 0, 2, 0, 0]
 
 
 @pytest.mark.skipif(GPU, reason="a GPU captures the steps itself")
@@ -287,12 +295,15 @@ def test_a_captured_step_serves_any_mix_of_rows(tiny: Tiny) -> None:
     order = [1, 0, 2, 3, 2, 1, 3]
     options = {"max_num_batched_tokens": 12, "max_num_seqs": 4, "overlap_depth": 1, "batch_policy": "mixed"}
     with started(resolved.path, **options) as runtime:
-        record, _ = recorded_prompts(runtime, (12,))
+        record, _ = recorded_prompts(runtime, (12,), (1, 4))
         mixes: set[tuple[int, int, int]] = set()
+        steps = 0
         run = runtime.engine.runner.run
 
         def watch(plan: StepPlan, layout: PlanLayout, staged: torch.Tensor) -> None:
+            nonlocal steps
             if layout.num_prefill:
+                steps += 1
                 mixes.add((plan.num_decode, layout.num_rows - plan.num_decode, plan.num_tokens))
             run(plan, layout, staged)
 
@@ -312,4 +323,7 @@ def test_a_captured_step_serves_any_mix_of_rows(tiny: Tiny) -> None:
     assert {tokens for _, _, tokens in mixes} >= {1, 12}
     assert {decodes for decodes, _, _ in mixes} >= {0, 1, 2}
     assert {chunks for _, chunks, _ in mixes} >= {1, 2}
-    assert sum(one.replays for one in record.recorded) >= len(mixes)
+    layers, choices = record.recorded[:2], record.recorded[2:]
+    assert sum(one.replays for one in layers) == steps
+    assert all(one.replays for one in layers)
+    assert [one.replays > 0 for one in choices] == [True, False, False] * 2

@@ -65,12 +65,14 @@ def test_every_value_is_that_of_the_plan_and_all_else_is_padding() -> None:
 
         ends = torch.tensor(case.news).cumsum(0).tolist()
         contexts = [new + past for new, past in zip(case.news, case.pasts, strict=True)]
-        assert inputs.context_B[:rows].tolist() == contexts
+        none = [0] * (CONFIG.max_rows - rows)
+        assert inputs.context_B.tolist() == contexts + none
         assert inputs.query_end_B.tolist() == ends + [tokens] * (CONFIG.max_rows - rows)
         count = len(case.sampled)
-        assert inputs.slot_S[:count].tolist() == [slots[row] for row in case.sampled]
-        assert inputs.position_S[:count].tolist() == [contexts[row] for row in case.sampled]
-        assert inputs.last_token_S[:count].tolist() == [ends[row] - 1 for row in case.sampled]
+        none = [0] * (CONFIG.max_rows - count)
+        assert inputs.slot_S.tolist() == [slots[row] for row in case.sampled] + none
+        assert inputs.position_S.tolist() == [contexts[row] for row in case.sampled] + none
+        assert inputs.last_token_S.tolist() == [ends[row] - 1 for row in case.sampled] + none
         place = [
             (row, past + i) for row, (n, past) in enumerate(zip(case.news, case.pasts, strict=True)) for i in range(n)
         ]

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
-from stretto.engine.adjustment import adjust
-from stretto.engine.graphs import FILTERED, FORWARD, NUM_KINDS, WHOLE, CudaRecorder, StepGraphs, ladder, token_ladder
-from stretto.engine.logprobs import write_logprobs
+from stretto.engine.fused_choice import FusedChoice, kind_of
+from stretto.engine.graphs import FORWARD, NUM_KINDS, CudaRecorder, StepGraphs, choice_ladder, ladder, token_ladder
 from stretto.engine.prompt_graphs import PromptGraphs
 from stretto.engine.runner import MakeRunner, RunnerParts, score_prompts
 from stretto.engine.sampling_rows import SamplingMix
@@ -29,9 +28,6 @@ from stretto.engine.staging import PlanLayout, pack
 from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_mixed
 from stretto.kernels.prefill_attention import query_block, query_blocks
 from stretto.kernels.prefill_work import PrefillWork
-from stretto.kernels.sampling import SampleScratch, mask_stop_ids, sample_rows
-from stretto.kernels.sampling_filters import FilterScratch, RowFilters
-from stretto.kernels.split_sampling import AgreedMaxima, sample_split_rows
 from stretto.models.fused import FusedDecoder, rows_of
 from stretto.scheduler.batch import IntArray, StepPlan
 
@@ -51,28 +47,25 @@ class FusedRunner:
         self._attention = cast(TritonPagedAttention, parts.attention)
         self._kv_heads = model.config.num_kv_heads
         self._inputs = StepInputs.allocate(config.max_rows, config.max_num_batched_tokens, device)
-        self._scratch = SampleScratch.allocate(config.max_rows, model.config.vocab_size, device)
-        tables = parts.tables
-        found = FilterScratch.allocate(config.max_rows, device)
-        self._filters = RowFilters(tables.top_k_R, tables.top_p_R, tables.min_p_R, found)
-        self._agreed = AgreedMaxima.allocate(config.max_rows, device)
-        self._peers = model.group.peers_for(torch.empty(config.max_rows, 2, device=device))
-        """Through which ranks exchange candidates; None: this is the only one, or logits have to be gathered."""
-        sizes = ladder(config.max_rows)
-        self.graphs = StepGraphs(sizes, NUM_KINDS, self._capture) if graphs else None
+        self._choice = FusedChoice(parts, model)
+        self.graphs = StepGraphs(ladder(config.max_rows), NUM_KINDS, self._capture) if graphs else None
         tokens = config.max_num_batched_tokens
         self._prefill_works = {
             block_q: PrefillWork.allocate(tokens, config.max_rows, block_q, device)
             for block_q in query_blocks(model.config.head_dim)
         }
+        prompt_sizes = token_ladder(model.weights_per_layer, tokens) if graphs else ()
         self.prompt_graphs = PromptGraphs(
             model,
             self._attention,
             self._inputs,
             self._prefill_works,
-            tables.page_table_RM,
-            token_ladder(model.weights_per_layer, tokens) if graphs else (),
+            parts.tables.page_table_RM,
+            prompt_sizes,
         )
+        choices = choice_ladder(config.max_rows) if prompt_sizes else ()
+        self.choice_graphs = StepGraphs(choices, NUM_KINDS, self._choose_wanted)
+        """What follows `prompt_graphs`, by the number of sampled rows."""
         self._logits_SV = torch.empty(
             config.max_rows if graphs else 0, model.config.vocab_size, dtype=model.dtype, device=device
         )
@@ -84,13 +77,17 @@ class FusedRunner:
         """Compile the kernels and capture the graphs. Blocks."""
         if self.graphs is not None:
             self._warm_up()
+            self._inputs.last_token_S.zero_()  # the warm-up's were of tokens that `prompt_graphs` has no room for
             record = CudaRecorder()
             self.graphs.capture(record)
             self.prompt_graphs.capture(record)
+            self.choice_graphs.capture(record)
+            self._parts.tables.length_R[0] = 0
 
     def close(self) -> None:
         """See `StepRunner`."""
         if self.graphs is not None:
+            self.choice_graphs.release()
             self.prompt_graphs.release()
             self.graphs.release()
 
@@ -128,10 +125,10 @@ class FusedRunner:
             self._run_mixed(plan, layout, staged)
         else:
             mix, inputs = plan.mix, self._inputs
-            kind = (FILTERED if mix.filters else WHOLE) if mix.only_chooses else FORWARD
+            kind = kind_of(mix)
             logits_SV = self._decode_step(rows, kind)
             if kind == FORWARD:
-                self._choose(mix, logits_SV[:rows], inputs.slot_B[:rows], inputs.context_B[:rows])
+                self._choice.finish(mix, logits_SV[:rows], inputs.slot_B[:rows], inputs.context_B[:rows])
         if parts.lengths_B is not None:
             parts.lengths_B[:rows] = parts.tables.length_R[self._inputs.slot_B[:rows]]
 
@@ -167,12 +164,17 @@ class FusedRunner:
         model.embed_split(residual_BD)
         attention.begin(self._decode_step_of(rows))
         hidden = model.forward(residual_BD, attention.attend_projected, decodes=True)
-        if kind == WHOLE and self._peers is not None:
-            return self._sample_split(*hidden, inputs.slot_B, inputs.context_B)
-        logits_SV = model.logits(*hidden)
-        if kind != FORWARD:
-            self._sample(logits_SV, inputs.slot_B, inputs.context_B, filters=kind == FILTERED)
-        return logits_SV
+        return self._choice.run(*hidden, inputs.slot_B, inputs.context_B, kind)
+
+    def _choose_wanted(self, count: int, kind: int) -> None:
+        """What follows `prompt_graphs`, as graphs hold it: tokens of `count` sampled rows, padding included, and the
+        lengths of all rows."""
+        inputs = self._inputs
+        wanted = rows_of(*self.prompt_graphs.results, inputs.last_token_S[:count])
+        logits_SV = self._choice.run(*wanted, inputs.slot_S[:count], inputs.position_S[:count], kind)
+        if kind == FORWARD:
+            self._logits_SV[:count].copy_(logits_SV)
+        self._parts.tables.length_R[inputs.slot_B] = inputs.context_B
 
     def _run_mixed(self, plan: StepPlan, layout: PlanLayout, staged: Tensor) -> None:
         parts, model, inputs = self._parts, self._model, self._inputs
@@ -191,94 +193,37 @@ class FusedRunner:
             self._kv_heads,
             prefill,
         )
-        last_S = inputs.last_token_S[: layout.num_sampled]
         hidden: tuple[Tensor, Tensor | None]
-        if padded is not None:
-            hidden = self.prompt_graphs.forward(plan.num_tokens, plan.num_decode)
-            sampled = rows_of(*hidden, last_S)
+        if padded is None:
+            hidden = self._launch_layers(plan, layout, prefill)
         else:
-            attention.begin(self._mixed_step(plan, prefill))
-            residual_TD = model.embed(inputs.input_ids_T[: plan.num_tokens])
-            wanted_S = None if layout.num_scored else last_S
-            hidden = model.forward(residual_TD, attention.attend_projected, wanted_S=wanted_S)
-            sampled = rows_of(*hidden, last_S) if layout.num_scored else hidden
-        if layout.num_sampled:
-            slot_S, position_S = inputs.slot_S[: layout.num_sampled], inputs.position_S[: layout.num_sampled]
-            if self._peers is not None and plan.mix.only_chooses and not plan.mix.filters:
-                self._sample_split(*sampled, slot_S, position_S)
-            else:
-                self._choose(plan.mix, model.logits(*sampled), slot_S, position_S)
+            hidden = self.prompt_graphs.forward(plan.num_tokens, plan.num_decode)
+        count, kind = layout.num_sampled, kind_of(plan.mix)
+        slot_S, position_S = inputs.slot_S[:count], inputs.position_S[:count]
+        if count and padded is not None:
+            self.choice_graphs.replay(count, kind)
+            logits_SV = self._logits_SV[:count]
+        elif count:
+            wanted = rows_of(*hidden, inputs.last_token_S[:count]) if layout.num_scored else hidden
+            logits_SV = self._choice.run(*wanted, slot_S, position_S, kind)
+        if count and kind == FORWARD:
+            self._choice.finish(plan.mix, logits_SV, slot_S, position_S)
         if layout.num_scored:
 
             def logits_of(index_S: Tensor) -> Tensor:
                 return model.logits(*rows_of(*hidden, index_S)).float()
 
             score_prompts(parts, plan, layout, staged, logits_of)
-        tables.length_R[inputs.slot_B[:rows]] = inputs.context_B[:rows]
+        if padded is None or not count:
+            tables.length_R[inputs.slot_B[:rows]] = inputs.context_B[:rows]
 
-    def _choose(self, mix: SamplingMix, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor) -> None:
-        """Sample from logits that nobody else needs, any mix; the order of things is `engine.sampler.sample`'s.
-
-        Every mix ends in the same kernels, so that a row's token does not depend on what its neighbours ask for.
-        """
-        tables, out = self._parts.tables, self._parts.sampled
-        raw_SV = logits_SV.float() if mix.adjusts or mix.num_logprobs >= 0 else logits_SV
-        if mix.adjusts:
-            logits_SV = adjust(raw_SV, tables.adjustment, tables.token_ids_RL, slot_S, position_S, mix, out.scratch)
-        elif logits_SV is raw_SV and mix.any_min_tokens and mix.num_logprobs >= 0:
-            logits_SV = raw_SV.clone()
-        if mix.any_min_tokens:
-            mask_stop_ids(logits_SV, slot_S, position_S, tables.min_position_R, tables.stop_ids_RE)
-        self._sample(logits_SV, slot_S, position_S, filters=mix.filters)
-        if mix.num_logprobs >= 0:
-            rows = raw_SV.shape[0]
-            write_logprobs(
-                raw_SV,
-                out.tokens_S[:rows],
-                mix.num_logprobs,
-                logprob_S=out.logprob_S[:rows],
-                rank_S=out.rank_S[:rows],
-                top_ids_SL=out.top_ids_SL[:rows],
-                top_logprobs_SL=out.top_logprobs_SL[:rows],
-            )
-
-    def _sample(self, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor, *, filters: bool) -> None:
-        tables = self._parts.tables
-        sample_rows(
-            logits_SV,
-            slot_S,
-            position_S,
-            tables.temperature_R,
-            tables.seed_R,
-            tables.token_ids_RL,
-            tables.length_R,
-            self._parts.sampled.tokens_S,
-            self._scratch,
-            filters=self._filters if filters else None,
-        )
-
-    def _sample_split(
-        self, residual_SD: Tensor, update_SD: Tensor | None, slot_S: Tensor, position_S: Tensor
-    ) -> Tensor:
-        """Sample rows without filters from this rank's part of their logits, which it returns, and the others'."""
-        assert self._peers is not None
-        model, tables = self._model, self._parts.tables
-        logits_Sv = model.own_logits(residual_SD, update_SD)
-        sample_split_rows(
-            logits_Sv,
-            model.token_ids,
-            slot_S,
-            position_S,
-            tables.temperature_R,
-            tables.seed_R,
-            tables.token_ids_RL,
-            tables.length_R,
-            self._parts.sampled.tokens_S,
-            self._scratch,
-            self._agreed,
-            self._peers,
-        )
-        return logits_Sv
+    def _launch_layers(self, plan: StepPlan, layout: PlanLayout, prefill: PrefillWork) -> tuple[Tensor, Tensor | None]:
+        """(residual, update) of the sampled rows; of all tokens if some of the prompt's are scored."""
+        model, inputs, attention = self._model, self._inputs, self._attention
+        attention.begin(self._mixed_step(plan, prefill))
+        residual_TD = model.embed(inputs.input_ids_T[: plan.num_tokens])
+        wanted_S = None if layout.num_scored else inputs.last_token_S[: layout.num_sampled]
+        return model.forward(residual_TD, attention.attend_projected, wanted_S=wanted_S)
 
     def _mixed_step(self, plan: StepPlan, prefill: PrefillWork) -> PagedStep:
         """That of a step with prompt chunks, for launching it kernel by kernel."""

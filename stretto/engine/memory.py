@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.engine.graphs import NUM_KINDS, ladder, token_ladder
+from stretto.engine.graphs import NUM_KINDS, choice_ladder, ladder, token_ladder
 from stretto.engine.scoring import SLICE
 from stretto.errors import InvalidRequest
 from stretto.models.config import ModelConfig
@@ -17,7 +17,11 @@ MIB = 2**20
 _LIBRARIES = 256 * MIB
 """Workspaces of matrix libraries, compiled kernels, the allocator's rounding."""
 _GRAPH_BYTES = 3 * MIB
-"""Driver memory of one captured step."""
+"""Driver memory of one captured decode step."""
+_PROMPT_GRAPH_BYTES = 3 * MIB // 2
+"""The same of the layers of a step with prompts."""
+_CHOICE_BYTES = MIB // 2
+"""The same of the choice of tokens alone."""
 _PROMPT_KINDS = 4
 """Graphs of one number of tokens, at most: without decode rows, and for three ways to cut their attention."""
 _SAMPLING_BYTES = 52
@@ -91,8 +95,9 @@ def plan_memory(
         tokens = max(sizes, default=0)
         room = max(max_num_seqs * (per_token + model.vocab_size), tokens * per_token)
         left = max_num_seqs * model.vocab_size + tokens * (2 * model.hidden_size + model.num_heads * model.head_dim)
-        count = NUM_KINDS * len(ladder(max_num_seqs)) + _PROMPT_KINDS * len(sizes)
-        captured = count * _GRAPH_BYTES + (room + left) * element_bytes
+        captured = NUM_KINDS * len(ladder(max_num_seqs)) * _GRAPH_BYTES + (room + left) * element_bytes
+        captured += _PROMPT_KINDS * len(sizes) * _PROMPT_GRAPH_BYTES
+        captured += NUM_KINDS * len(choice_ladder(max_num_seqs)) * _CHOICE_BYTES if sizes else 0
     return MemoryPlan(
         total=total,
         allowed=int(utilization * total),

@@ -3,8 +3,9 @@
 Launched kernel by kernel such a step costs the host some milliseconds, in which a GPU computes a few hundred tokens of
 a small model and then waits. Captured, it depends on nothing but what `derive_mixed` leaves on the device: inputs of
 each token, padding included, and lists of the work of attention. One graph serves any mix of decode rows and chunks
-that has so many tokens. What is before the layers (the plan) and behind them (the head and the choice of tokens) is
-launched. Owns the graphs and the tensors in which they leave their results; the layers are the model's.
+that has so many tokens. What is before the layers (the plan) is launched; what is behind them (the head and the choice
+of tokens) is a graph of the runner's. Owns the graphs and the tensors in which they leave their results; the layers are
+the model's.
 
 Legend: B rows, T tokens, N query heads, H head dim, D hidden, R slots, M pages of a request.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
 from stretto.engine.graphs import Record, StepGraphs
+from stretto.kernels.elementwise import sum_parts
 from stretto.kernels.plan import StepInputs
 from stretto.kernels.prefill_attention import query_block
 from stretto.kernels.prefill_work import PrefillWork
@@ -79,6 +81,11 @@ class PromptGraphs:
             return None
         return sizes[bisect.bisect_left(sizes, num_tokens)]
 
+    @property
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Where `forward` leaves what it returns."""
+        return self._residual_TD, self._update_TD
+
     def forward(self, num_tokens: int, num_decode: int) -> tuple[Tensor, Tensor]:
         """As `FusedDecoder.forward` for the tokens in `inputs`; the next call overwrites what it returns. hot path"""
         self.graphs.replay(num_tokens, bisect.bisect_left(self._decodes, num_decode))
@@ -106,7 +113,10 @@ class PromptGraphs:
                 out_TNH=self._o_TNH,
             )
         )
-        residual_TD, update_TD = model.forward(model.embed(inputs.input_ids_T[:size]), attention.attend_projected)
+        residual_TD = model.embed(inputs.input_ids_T[:size])
+        residual_TD, update_TD = model.forward(residual_TD, attention.attend_projected, decodes=True)
         assert update_TD is not None  # sizes are larger than what runs without
+        if update_TD.dim() == 3:
+            update_TD = sum_parts(update_TD, model.dtype)
         self._residual_TD[:size].copy_(residual_TD)
         self._update_TD[:size].copy_(update_TD)

@@ -274,7 +274,7 @@ def derive_mixed(
     """Inputs of a step whose first `num_decode` rows decode and whose others are prompt chunks, from the packed plan.
 
     The chunks' tokens go into the token table too. Tokens up to `padded` are padding: id 0 at position 0, written to
-    page 0; of rows that there are not, new tokens end where the last row's do. Also fills what says which tokens are
+    page 0. Rows and sampled rows that there are not are slot 0's, of 0 tokens. Also fills what says which tokens are
     sampled from, and where the work of the decode rows' and of the chunks' attention is cut.
     """
     rows = layout.num_rows
@@ -412,7 +412,7 @@ def _derive_mixed(
         length = tl.load(length_ptr + slot_B, mask=in_rows, other=0)
         context = length + num_new
         if program == token_programs:
-            tl.store(context_ptr + b, context, mask=in_rows)
+            tl.store(context_ptr + b, context, mask=b < max_rows)
             tl.store(query_end_ptr + b, end.to(tl.int64), mask=b < max_rows)
             s_inside = b < num_sampled
             row_S = tl.load(staged_ptr + 2 * num_rows + b, mask=s_inside, other=0)
@@ -421,9 +421,10 @@ def _derive_mixed(
             grown += tl.load(staged_ptr + num_rows + row_S, mask=s_inside, other=0)
             up_to = b[None, :] <= row_S[:, None]
             last = tl.sum(tl.where(up_to, num_new[None, :], 0), 1) - 1
-            tl.store(slot_S_ptr + b, slot_S, mask=s_inside)
-            tl.store(position_S_ptr + b, grown, mask=s_inside)
-            tl.store(last_token_ptr + b, last.to(tl.int64), mask=s_inside)
+            last = tl.where(s_inside, last, 0)
+            tl.store(slot_S_ptr + b, slot_S, mask=b < max_rows)
+            tl.store(position_S_ptr + b, grown, mask=b < max_rows)
+            tl.store(last_token_ptr + b, last.to(tl.int64), mask=b < max_rows)
         else:
             plan_decode_work(
                 tl.where(b < num_decode, context, 0).to(tl.int32),
