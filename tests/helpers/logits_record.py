@@ -17,15 +17,15 @@ def record_logits(runtime: Runtime) -> Recorded:
     Give each request a seed of its own and ask for log-probabilities, so that no graph samples unseen. A row that is
     computed twice (after an interruption) must be the same to the bit.
     """
-    runner: Any = runtime.engine.runner
-    choose, recorded = runner._choose, Recorded()
+    choice: Any = runtime.engine.runner._choice  # type: ignore[attr-defined]
+    finish, recorded = choice.finish, Recorded()
 
     def watch(mix: Any, logits_SV: torch.Tensor, slot_S: torch.Tensor, position_S: torch.Tensor) -> None:
         seeds = runtime.engine.tables.seed_R[slot_S].tolist()
         for seed, position, logits_V in zip(seeds, position_S.tolist(), logits_SV.cpu(), strict=True):
             row = recorded.setdefault((seed, position), logits_V.clone())
             assert torch.equal(row, logits_V), (seed, position)
-        choose(mix, logits_SV, slot_S, position_S)
+        finish(mix, logits_SV, slot_S, position_S)
 
-    runner._choose = watch
+    choice.finish = watch
     return recorded
