@@ -217,6 +217,21 @@ def test_the_warm_up_leaves_nothing_behind(tiny: Tiny) -> None:
         assert outputs_of(runtime, PROMPTS[:1], params) == [expected[0][:2]]
 
 
+def test_the_warm_up_stays_within_the_room_of_a_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = []
+    run = FusedRunner.run
+
+    def watched(self: FusedRunner, plan: StepPlan, layout: PlanLayout, staged: torch.Tensor) -> None:
+        run(self, plan, layout, staged)
+        positions.append(int(self._inputs.positions_T[: plan.num_tokens].max()))
+
+    with started(tiny[0].path, max_num_seqs=2, max_model_len=40) as runtime:
+        monkeypatch.setattr(FusedRunner, "run", watched)
+        runtime.engine.stream.run(runtime.engine.runner._warm_up)  # type: ignore[attr-defined]
+        runtime.engine.stream.synchronize()
+    assert max(positions) == 39
+
+
 class Repeated:
     """Stands in for a CUDA graph where there is none: repeats the work itself."""
 

@@ -103,6 +103,7 @@ class FusedRunner:
             layout = PlanLayout.of(plan, config.max_stop_ids)
             words = np.zeros(layout.num_words, np.int32)
             pack(plan, layout, words)
+            self._parts.tables.length_R[0] = past  # or the row would outgrow its tables, run by run
             self.run(plan, layout, torch.from_numpy(words).to(self._inputs.slot_B.device))
         self._parts.tables.length_R[0] = 0
 
