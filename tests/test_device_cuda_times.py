@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stretto.device.base import DeviceFault
-from stretto.device.cuda import CudaDevice, CudaEvent, CudaStream
+from stretto.device.cuda import CudaDevice, CudaEvent, CudaStream, _elapsed_time
 from stretto.errors import StrettoError
 
 
@@ -105,3 +106,24 @@ def test_an_event_recorded_after_a_fault_tells_it_and_those_before_keep_their_ti
     with pytest.raises(DeviceFault, match="broken"):
         device.seconds_between(before[0], event(device))
     assert device.seconds_between(*before) == 0.0015
+
+
+@pytest.mark.parametrize(
+    ("has", "taken"),
+    [
+        ({"cuEventElapsedTime", "cuEventElapsedTime_v2"}, "cuEventElapsedTime_v2"),
+        ({"cuEventElapsedTime"}, "cuEventElapsedTime"),
+    ],
+)
+def test_the_cheapest_call_of_the_driver_is_taken(has: set[str], taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {name: SimpleNamespace() for name in has}
+    monkeypatch.setattr("ctypes.PyDLL", lambda name: SimpleNamespace(**calls))
+    assert _elapsed_time() is calls[taken]
+
+
+def test_where_there_is_no_driver_the_answer_is_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.PyDLL", missing)
+    assert _elapsed_time()(None, None, None) != 0

@@ -10,6 +10,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import cast
 
 import torch
 
@@ -235,11 +236,13 @@ class CudaEvent(Event):
 def _elapsed_time() -> Callable[..., int]:
     """The driver's cuEventElapsedTime(float *ms, begin, end): 0 if both events are recorded with timing and done.
 
-    Where the driver has another name (not on Linux), a call that always says no.
+    Since CUDA 12.8 there is one that only computes (0.8 us), beside the old one that asks for the state of both events
+    first (3.6 us). Where the driver has another name (not on Linux), a call that always says no.
     """
     try:
-        call = ctypes.PyDLL("libcuda.so.1").cuEventElapsedTime  # without giving up the GIL: it never waits
+        driver = ctypes.PyDLL("libcuda.so.1")  # without giving up the GIL: it never waits
+        call = getattr(driver, "cuEventElapsedTime_v2", None) or driver.cuEventElapsedTime
     except (OSError, AttributeError):
         return lambda ms, begin, end: 1
     call.restype = ctypes.c_int  # no argument types: what it is given are C values, and a check of them costs more
-    return call
+    return cast(Callable[..., int], call)
