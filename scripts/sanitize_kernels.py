@@ -38,6 +38,7 @@ from stretto.kernels import (
     split_sampling,
 )
 from stretto.kernels.decode_attention import DecodeWork, Tuning, decode_attention, plan_decode
+from stretto.kernels.gated_matmul import gated_matmul
 from stretto.kernels.invariant_attention import PartScratch, invariant_attention
 from stretto.kernels.invariant_matmul import invariant_matmul
 from stretto.kernels.prefill_attention import prefill_attention, query_blocks
@@ -111,6 +112,8 @@ def products_of_one_row() -> None:
     for norm, gate in ((small_matmul.Norm(low(200), 1e-6), True), (None, False)):
         small_matmul.small_matmul(low(1, 200), low(98, 200), low(98), norm=norm, gate=gate)
     small_matmul.small_matmul(low(1, 200), low(49, 200), add_to=low(1, 49))
+    small_matmul.small_matmul(low(1, 2100), low(45, 2100), add_to=low(1, 45))
+    small_matmul.small_matmul(low(1, 2100), low(2 * 45, 2100), norm=small_matmul.Norm(low(2100), 1e-6), gate=True)
 
 
 def products_of_few_rows() -> None:
@@ -121,6 +124,12 @@ def products_of_few_rows() -> None:
         few_rows.few_rows_matmul(low(rows, 200), low(98, 200), whole=True)
         few_rows.few_rows_matmul(low(rows, 200).half(), low(98, 200).half())
         few_rows.few_rows_gated(low(rows, 200), low(98, 200), low(98))
+
+
+def gated_products() -> None:
+    """Of rows that fill no tile."""
+    for rows in (3, 150):
+        gated_matmul(low(rows, 128), low(2 * 256, 128))
 
 
 def invariant_products() -> None:
@@ -306,7 +315,7 @@ CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         *(prompts, invariant_rows, decode_rows, filters, choices, products_of_few_rows, products_of_one_row),
-        *(invariant_products, exchanges, keys_and_values, norms_and_gates, plans),
+        *(gated_products, invariant_products, exchanges, keys_and_values, norms_and_gates, plans),
     )
 }
 """What is watched by itself, what takes longest first. Together they launch every kernel: tests/test_sanitizer.py."""

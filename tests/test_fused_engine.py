@@ -181,6 +181,29 @@ def test_rows_that_are_wanted_are_those_of_all_rows(tiny: Tiny, tokens: int) -> 
         assert seen == list(range(model.num_layers))
 
 
+@pytest.mark.skipif(GPU, reason="float32 products with the gate exist for tests alone: a GPU rounds their factors")
+def test_the_products_of_large_steps_change_no_logits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sums that cuBLAS adds to the residual stream, gates inside their product."""
+    model = tiny_model(tiny_config("qwen3", hidden_size=64, intermediate_size=128))
+    calls: list[int] = []
+    with started(save(model, tmp_path).path, max_num_seqs=4) as runtime:
+        fused = runtime.engine.runner._model  # type: ignore[attr-defined]
+
+        def logits() -> torch.Tensor:
+            hidden = fused.forward(fused.embed(torch.arange(3, 10)), lambda i, x, t: x[:, : t.num_heads].cumsum(0))
+            return fused.logits(*hidden)
+
+        def takes(rows: int, weight: torch.Tensor) -> bool:
+            calls.append(rows)
+            return True
+
+        expected = runtime.device.call(logits)
+        monkeypatch.setattr("stretto.models.fused.LARGE_STEP", 2)
+        monkeypatch.setattr("stretto.kernels.gated_matmul.takes", takes)
+        torch.testing.assert_close(runtime.device.call(logits), expected, atol=1e-4, rtol=1e-4)
+    assert calls == [7] * fused.num_layers
+
+
 def test_a_cached_prefix_changes_no_token(tiny: Tiny) -> None:
     resolved, expected = tiny
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

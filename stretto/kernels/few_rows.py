@@ -30,7 +30,9 @@ _RESIDENT_SPAN = 512
 _RESIDENT_ELEMENTS = 2 * 132 * _BLOCK * _RESIDENT_SPAN
 """Up to here all tiles of the weight fit into the shared memory of an H200 at once, two a multiprocessor."""
 _PROGRAMS = 3 * 132
-"""About how many programs stream larger weights: as many as run at once on an H200."""
+_PROGRAMS_OF_MANY = 2 * 132
+"""About how many programs stream larger weights, with up to 32 rows of x and with more: as many as run at once on an
+H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +62,34 @@ def few_rows_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = Non
 
     Contiguous, 2 to `MAX_ROWS` rows. `whole`: never in parts. Never blocks.
     """
-    how = cut(weight_OI.shape[0], weight_OI.shape[1], x_MI.element_size(), whole=whole)
+    how = cut(*weight_OI.shape, x_MI.element_size(), x_MI.shape[0], whole=whole)
     return _launch(x_MI, weight_OI, bias_O, how, gate=False)
 
 
 # hot path
 def few_rows_gated(x_MI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None) -> Tensor:
     """silu(gate) * up as [M, F], of weights that hold gate first, then up. As `few_rows_matmul`."""
-    how = cut(weight_2FI.shape[0], weight_2FI.shape[1], x_MI.element_size(), whole=True)
+    how = cut(*weight_2FI.shape, x_MI.element_size(), x_MI.shape[0], whole=True)
     return _launch(x_MI, weight_2FI, bias_2F, how, gate=True)
 
 
-def cut(outputs: int, width: int, itemsize: int, *, whole: bool) -> Cut:
-    """How to cut a product; the same for any number of rows. What was fastest of what was measured on an H200."""
+def cut(outputs: int, width: int, itemsize: int, rows: int, *, whole: bool) -> Cut:
+    """How to cut a product; the spans are the same for 2 to 32 rows. The fastest of what was measured on an H200."""
     aligned = width * itemsize % 16 == 0
     if not whole and itemsize == 2 and aligned and outputs * width <= _RESIDENT_ELEMENTS:
         return Cut(_RESIDENT_SPAN, cdiv(width, _RESIDENT_SPAN), 0)
     step = 256 // itemsize
     tiles = cdiv(outputs, _BLOCK)
     steps = cdiv(width, step)
-    most = 1 if whole else max(1, _PROGRAMS // tiles)
+    many = rows > 32
+    most = 1 if whole else max(1, (_PROGRAMS_OF_MANY if many else _PROGRAMS) // tiles)
     # Equal spans, unless that would make them more than twice as long as they may be.
     spans = next((s for s in range(most, most // 2, -1) if steps % s == 0), most)
     span = step * cdiv(steps, spans)
     # Of larger weights, programs that wait their turn would drive each other's tiles out of the cache.
     prefetch = outputs * width <= _RESIDENT_ELEMENTS
-    return Cut(span, cdiv(width, span), step, 4 if whole and width <= 2048 else 3, prefetch)
+    stages = 4 if whole and width <= 2048 and not many else 3  # of many rows a fourth would leave room for one program
+    return Cut(span, cdiv(width, span), step, stages, prefetch)
 
 
 def _launch(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, how: Cut, *, gate: bool) -> Tensor:

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from stretto.kernels.elementwise import add_rms_norm_reference, silu_and_mul_reference
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import cdiv, next_power_of_2, options
+from stretto.kernels.launch import cdiv, next_power_of_2, num_multiprocessors, options
 
 _MAX_CHUNK = 4096
+_STREAMED_WIDTHS = (2048, _MAX_CHUNK)
+"""For wider weights than the first, up to the second, programs that each go through many rows are the fastest."""
+_MOST_STREAMED = 65536
+"""Up to so many outputs: of a head's, programs that own a few rows read more bytes a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +68,43 @@ def small_matmul(
     width = x_MI.shape[1]
     outputs = weight_OI.shape[0] // 2 if gate else weight_OI.shape[0]
     out = x_MI.new_empty(1, outputs) if add_to is None else add_to
-    block_n, warps = gemv_blocks(outputs, width, gate)
-    chunk = min(_MAX_CHUNK, next_power_of_2(width))
-    _gemv[(cdiv(outputs, block_n),)](
+    device = x_MI.device
+    given = (
         x_MI,
         x_MI if norm is None else norm.weight,
         weight_OI,
         x_MI if bias_O is None else bias_O,
         out,
         0.0 if norm is None else norm.eps,
+    )
+    flags = {"NORM": norm is not None, "GATE": gate, "ADD": add_to is not None, "BIAS": bias_O is not None}
+    chunk = min(_MAX_CHUNK, next_power_of_2(width))
+    if _STREAMED_WIDTHS[0] < width <= _STREAMED_WIDTHS[1] and outputs <= _MOST_STREAMED:
+        block_n = 2 if gate else 4
+        programs = min(cdiv(outputs, block_n), 2 * num_multiprocessors(device))
+        _streamed_gemv[(programs,)](
+            *given,
+            OUTPUTS=outputs,
+            WIDTH=width,
+            BLOCK_N=block_n,
+            CHUNK=chunk,
+            PROGRAMS=programs,
+            **flags,
+            num_warps=8,
+            **options(device),
+        )
+        return out
+    block_n, warps = gemv_blocks(outputs, width, gate)
+    _gemv[(cdiv(outputs, block_n),)](
+        *given,
         OUTPUTS=outputs,
         WIDTH=width,
         BLOCK_N=block_n,
         CHUNK=chunk,
         CHUNKS=cdiv(width, chunk),
-        NORM=norm is not None,
-        GATE=gate,
-        ADD=add_to is not None,
-        BIAS=bias_O is not None,
+        **flags,
         num_warps=warps,
-        **options(x_MI.device),
+        **options(device),
     )
     return out
 
@@ -161,3 +182,65 @@ def _gemv(
     if ADD:
         acc += tl.load(out_ptr + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)
     tl.store(out_ptr + n, acc.to(out_ptr.dtype.element_ty), mask=n < OUTPUTS)
+
+
+@kernel
+def _streamed_gemv(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    eps,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATE: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x is read once a program, whose next rows of the weight are on their way while it sums the last ones."""
+    k = tl.arange(0, CHUNK)
+    r = tl.arange(0, BLOCK_N)
+    tile = tl.program_id(0)
+    tiles: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
+    rows = weight_ptr + (tile * BLOCK_N + r).to(tl.int64)[:, None] * WIDTH + k[None, :]
+    inside = (tile * BLOCK_N + r < OUTPUTS)[:, None] & (k < WIDTH)[None, :]
+    w = tl.load(rows, mask=inside, other=0.0)
+    w_up = w
+    if GATE:
+        w_up = tl.load(rows + OUTPUTS * WIDTH, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    factor = 1.0
+    if NORM:
+        factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)
+        x = x * tl.load(norm_ptr + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+    while tile < tiles:
+        n = tile * BLOCK_N + r
+        tile += PROGRAMS
+        rows = weight_ptr + (tile * BLOCK_N + r).to(tl.int64)[:, None] * WIDTH + k[None, :]
+        inside = (tile * BLOCK_N + r < OUTPUTS)[:, None] & (k < WIDTH)[None, :]
+        w_next = tl.load(rows, mask=inside, other=0.0)
+        w_up_next = w_next
+        if GATE:
+            w_up_next = tl.load(rows + OUTPUTS * WIDTH, mask=inside, other=0.0)
+        acc = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
+        if BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)
+        if GATE:
+            acc_up = tl.sum(w_up.to(tl.float32) * x[None, :], 1) * factor
+            if BIAS:
+                acc_up += tl.load(bias_ptr + OUTPUTS + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)
+            acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        if ADD:
+            acc += tl.load(out_ptr + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)
+        tl.store(out_ptr + n, acc.to(out_ptr.dtype.element_ty), mask=n < OUTPUTS)
+        w = w_next
+        w_up = w_up_next

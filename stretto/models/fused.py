@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.errors import NotSupported
-from stretto.kernels import few_rows
+from stretto.kernels import few_rows, gated_matmul
 from stretto.kernels.elementwise import add_rms_norm, silu_and_mul, sum_parts
 from stretto.kernels.exchange import add_sum, add_sum_rms_norm
 from stretto.kernels.rope_write import HeadTransform
@@ -40,14 +40,14 @@ FEW_ROWS = few_rows.MAX_ROWS
 """Up to this many rows, products of decode steps run in `few_rows`; beyond it, and in steps with prompts, in cuBLAS."""
 
 FEW_ROWS_OF_WIDE = 32
-"""As `FEW_ROWS`, for hidden states wider than `WIDE`: rows of x are read as often as there are 64 rows of weights."""
+"""As `FEW_ROWS`, for the layers of hidden states wider than `WIDE`: rows of x are read as often as there are 64 rows of
+weights."""
 
 WIDE = 2048
-"""Heads over wider hidden states always run in cuBLAS. (Measured later: 32 rows of the 8B's take 295 us in `few_rows`
-and 341 in cuBLAS, 64 rows of the 0.6B's 102 and 90.)"""
 
-WIDEST_GATE = 2048
-"""For wider hidden states cuBLAS and a kernel for the gate beat the fused product (measured on an H200)."""
+LARGE_STEP = 2048
+"""From so many rows on, products that end in the residual stream are added to it by cuBLAS: the norm behind them then
+has a tensor less to read, and there is one rounding less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,9 @@ class FusedDecoder:
         self.decoder = decoder
         self.small_rows = small_rows
         wide = config.hidden_size > WIDE
-        self._few_rows = 0 if product is not F.linear else min(FEW_ROWS, FEW_ROWS_OF_WIDE if wide else FEW_ROWS)
+        self._is_plain = product is F.linear
+        self._few_rows = (FEW_ROWS_OF_WIDE if wide else FEW_ROWS) if self._is_plain else 0
+        self._few_rows_of_head = FEW_ROWS if self._is_plain else 0
         self.embedding_VD = decoder.embedding.weight_VD
         """The rank's part of the table."""
         embedding = decoder.embedding
@@ -199,12 +201,11 @@ class FusedDecoder:
         Changes `residual_TD` in place. hot path
         """
         layer = self._layers[index]
-        x_TD = self._add_norm(residual_TD, layer.o(o_TI), layer.mlp_norm)
-        update_TD = layer.down(silu_and_mul(layer.gate_up(x_TD)))
+        gated_TF = self._gated(self._add_product_norm(residual_TD, o_TI, layer.o, layer.mlp_norm), layer.gate_up)
         if index == self.num_layers - 1:
-            return update_TD
+            return layer.down(gated_TF)
         following = self._layers[index + 1]
-        return following.qkv(self._add_norm(residual_TD, update_TD, following.attention_norm))
+        return following.qkv(self._add_product_norm(residual_TD, gated_TF, layer.down, following.attention_norm))
 
     def logits(self, residual_SD: Tensor, update_SD: Tensor | None) -> Tensor:
         """Logits of rows of what `forward` gave, [S, V] in the weights' dtype, the same on every rank. hot path"""
@@ -221,7 +222,7 @@ class FusedDecoder:
         if residual_SD.shape[0] <= self.small_rows and update_SD is None:
             return small_matmul(residual_SD, head.weight_OI, head.bias_O, norm=norm)
         x_SD = self._add_norm(residual_SD, update_SD, norm)
-        if 1 < x_SD.shape[0] <= self._few_rows and x_SD.shape[1] <= WIDE:
+        if 1 < x_SD.shape[0] <= self._few_rows_of_head:
             return few_rows.few_rows_matmul(x_SD, head.weight_OI, head.bias_O, whole=True)
         return head(x_SD)
 
@@ -250,12 +251,8 @@ class FusedDecoder:
         qkv, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
         qkv_TX = small_matmul(residual_TD, qkv.weight_OI, qkv.bias_O, norm=layer.attention_norm)
         o_TNH = attend(index, self._heads(qkv_TX), layer.transform)
-        if self.config.hidden_size <= WIDEST_GATE:
-            self._add_product(residual_TD, o_TNH.flatten(1), o)
-            gated_TF = small_matmul(residual_TD, gate_up.weight_OI, gate_up.bias_O, norm=layer.mlp_norm, gate=True)
-        else:
-            x_TD = self._add_product_norm(residual_TD, o_TNH.flatten(1), o, layer.mlp_norm)
-            gated_TF = silu_and_mul(gate_up(x_TD))
+        self._add_product(residual_TD, o_TNH.flatten(1), o)
+        gated_TF = small_matmul(residual_TD, gate_up.weight_OI, gate_up.bias_O, norm=layer.mlp_norm, gate=True)
         self._add_product(residual_TD, gated_TF, down)
 
     def _add_product(self, residual_TD: Tensor, x_TI: Tensor, matrix: Matrix) -> None:
@@ -271,11 +268,18 @@ class FusedDecoder:
                 add_sum(residual_TD, product_TD, peers)
 
     def _add_product_norm(self, residual_TD: Tensor, x_TI: Tensor, matrix: Matrix, norm: Norm) -> Tensor:
-        """`_add_product`; returns the norm of the residual."""
-        if self.group.size == 1:
-            self._add_product(residual_TD, x_TI, matrix)
+        """residual += the sum of all ranks' products, of any number of rows; returns its norm."""
+        in_place = self._is_plain and self.group.size == 1 and matrix.bias_O is None
+        if in_place and residual_TD.shape[0] >= LARGE_STEP:
+            residual_TD.addmm_(x_TI, matrix.weight_OI.t())
             return add_rms_norm(residual_TD, None, norm.weight, norm.eps)
-        return self._add_norm(residual_TD, small_matmul(x_TI, matrix.weight_OI, matrix.bias_O), norm)
+        return self._add_norm(residual_TD, matrix(x_TI), norm)
+
+    def _gated(self, x_TD: Tensor, matrix: Matrix) -> Tensor:
+        """silu(gate) * up, of any number of rows."""
+        if self._is_plain and matrix.bias_O is None and gated_matmul.takes(x_TD.shape[0], matrix.weight_OI):
+            return gated_matmul.gated_matmul(x_TD, matrix.weight_OI)
+        return silu_and_mul(matrix(x_TD))
 
     def _add_norm(self, residual_TD: Tensor, update_TD: Tensor | None, norm: Norm) -> Tensor:
         """residual += the sum of all ranks' updates, where given; returns its norm."""

@@ -60,6 +60,7 @@ def compile_all() -> None:
         elementwise,
         exchange,
         few_rows,
+        gated_matmul,
         invariant_attention,
         invariant_matmul,
         jit,
@@ -117,6 +118,8 @@ def compile_all() -> None:
         invariant_matmul.invariant_matmul(bf16(count, 1024), bf16(outputs, 1024), bf16(outputs))
     for norm, gate in ((products.Norm(bf16(1024), 1e-6), True), (None, False)):
         products.small_matmul(bf16(1, 1024), bf16(512, 1024), bf16(512), norm=norm, gate=gate)
+    products.small_matmul(bf16(1, 4096), bf16(512, 4096), bf16(512), norm=products.Norm(bf16(4096), 1e-6), gate=True)
+    gated_matmul.gated_matmul(bf16(300, 1024), bf16(512, 1024))
     for count in (8, 64):
         few_rows.few_rows_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512))
         few_rows.few_rows_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512), whole=True)
