@@ -94,6 +94,7 @@ class FusedRunner:
     def _warm_up(self) -> None:
         """Run each path of a step with prompt chunks once, on the padding row: compiles its kernels."""
         config = self._parts.config
+        self._model.warm_up(config.max_num_batched_tokens)
         several = config.max_rows - 1
         runs = ((0, 0, _PLAIN), (1, 0, _PLAIN), (0, 1, _PLAIN), (0, several, _PLAIN), (0, 0, _BIASED), (0, 0, _ALL))
         lengths = (_SHORT,) * len(runs) + (_LONG,)

@@ -62,14 +62,16 @@ def few_rows_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = Non
 
     Contiguous, 2 to `MAX_ROWS` rows. `whole`: never in parts. Never blocks.
     """
-    how = cut(*weight_OI.shape, x_MI.element_size(), x_MI.shape[0], whole=whole)
+    (outputs, width), rows = weight_OI.shape, x_MI.shape[0]
+    how = cut(outputs, width, x_MI.element_size(), rows, whole=whole)
     return _launch(x_MI, weight_OI, bias_O, how, gate=False)
 
 
 # hot path
 def few_rows_gated(x_MI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None) -> Tensor:
     """silu(gate) * up as [M, F], of weights that hold gate first, then up. As `few_rows_matmul`."""
-    how = cut(*weight_2FI.shape, x_MI.element_size(), x_MI.shape[0], whole=True)
+    (outputs, width), rows = weight_2FI.shape, x_MI.shape[0]
+    how = cut(outputs, width, x_MI.element_size(), rows, whole=True)
     return _launch(x_MI, weight_2FI, bias_2F, how, gate=True)
 
 

@@ -138,6 +138,12 @@ class FusedDecoder:
         """Element type of hidden states."""
         return self.decoder.kv_dtype
 
+    def warm_up(self, max_tokens: int) -> None:
+        """Compile what steps of up to `max_tokens` tokens launch only if they are large. Blocks."""
+        if max_tokens >= gated_matmul.LEAST_ROWS:
+            x_TD = torch.zeros(gated_matmul.LEAST_ROWS, self.config.hidden_size, dtype=self.dtype)
+            self._gated(x_TD.to(self.embedding_VD.device), self._layers[0].gate_up)
+
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """residual_TD of token ids, a fresh tensor. hot path"""
         return self.decoder.embedding(input_ids_T)
