@@ -145,6 +145,57 @@ def _merge(acc, top, total, part_acc, part_top, part_total):
     return acc, new_top, tl.fma(part_total, here, total * before)
 
 
+@triton.jit
+def _attend_part(
+    q,
+    head_keys,
+    head_values,
+    table,
+    part,
+    blocks,
+    context,
+    position,
+    page_stride,
+    scale,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PART_BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The state (results not normalised yet, maximum, sum) of a tile `q` after part `part` of the keys alone.
+
+    `blocks`: how many blocks of keys the tile sees at most.
+    """
+    acc = tl.zeros(q.shape, tl.float32)
+    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[0],), tl.float32)
+    # All blocks masked: in a second loop for whole ones the compiler could join other pairs of operations.
+    for block in range(part * PART_BLOCKS, tl.minimum((part + 1) * PART_BLOCKS, blocks)):
+        acc, top, total = attend_block(
+            q,
+            acc,
+            top,
+            total,
+            head_keys,
+            head_values,
+            table,
+            block,
+            context,
+            position,
+            page_stride,
+            scale,
+            MASKED=True,
+            DIM=DIM,
+            DIM_PAD=DIM_PAD,
+            PAGE=PAGE,
+            BLOCK_K=BLOCK_K,
+            PRECISION=PRECISION,
+        )
+    return acc, top, total
+
+
 @kernel(do_not_specialize=["num_rows"])
 def _invariant_attention(
     q_ptr,
@@ -218,61 +269,47 @@ def _invariant_attention(
         first_part = 0
         if PARALLEL:
             first_part = tl.program_id(2)
-        first_block = first_part * PART_BLOCKS
-        if first_block < blocks:
+        if first_part * PART_BLOCKS < blocks:
             q = tl.load(q_ptr + (start + query)[:, None] * q_stride + head_at, mask=inside, other=0.0)
-            acc = tl.zeros((QUERIES * GROUPS_PAD, DIM_PAD), tl.float32)
-            top = tl.full((QUERIES * GROUPS_PAD,), float("-inf"), tl.float32)
-            total = tl.zeros((QUERIES * GROUPS_PAD,), tl.float32)
-            # All blocks masked: in a second loop for whole ones the compiler could join other pairs of operations.
-            for block in range(first_block, tl.minimum(first_block + PART_BLOCKS, blocks)):
-                acc, top, total = attend_block(
-                    q,
-                    acc,
-                    top,
-                    total,
-                    head_keys,
-                    head_values,
-                    table,
-                    block,
-                    context,
-                    position,
-                    page_stride,
-                    scale,
-                    MASKED=True,
-                    DIM=DIM,
-                    DIM_PAD=DIM_PAD,
-                    PAGE=PAGE,
-                    BLOCK_K=BLOCK_K,
-                    PRECISION=PRECISION,
-                )
+            acc, top, total = _attend_part(
+                q,
+                head_keys,
+                head_values,
+                table,
+                first_part,
+                blocks,
+                context,
+                position,
+                page_stride,
+                scale,
+                DIM=DIM,
+                DIM_PAD=DIM_PAD,
+                PAGE=PAGE,
+                BLOCK_K=BLOCK_K,
+                PART_BLOCKS=PART_BLOCKS,
+                PRECISION=PRECISION,
+            )
             place = out_ptr + (start + query)[:, None] * out_stride + head_at
             if not PARALLEL:
                 for part in range(1, parts):
-                    part_acc = tl.zeros((QUERIES * GROUPS_PAD, DIM_PAD), tl.float32)
-                    part_top = tl.full((QUERIES * GROUPS_PAD,), float("-inf"), tl.float32)
-                    part_total = tl.zeros((QUERIES * GROUPS_PAD,), tl.float32)
-                    for block in range(part * PART_BLOCKS, tl.minimum((part + 1) * PART_BLOCKS, blocks)):
-                        part_acc, part_top, part_total = attend_block(
-                            q,
-                            part_acc,
-                            part_top,
-                            part_total,
-                            head_keys,
-                            head_values,
-                            table,
-                            block,
-                            context,
-                            position,
-                            page_stride,
-                            scale,
-                            MASKED=True,
-                            DIM=DIM,
-                            DIM_PAD=DIM_PAD,
-                            PAGE=PAGE,
-                            BLOCK_K=BLOCK_K,
-                            PRECISION=PRECISION,
-                        )
+                    part_acc, part_top, part_total = _attend_part(
+                        q,
+                        head_keys,
+                        head_values,
+                        table,
+                        part,
+                        blocks,
+                        context,
+                        position,
+                        page_stride,
+                        scale,
+                        DIM=DIM,
+                        DIM_PAD=DIM_PAD,
+                        PAGE=PAGE,
+                        BLOCK_K=BLOCK_K,
+                        PART_BLOCKS=PART_BLOCKS,
+                        PRECISION=PRECISION,
+                    )
                     # A query that lies before this part has made no number of it.
                     reaches = position >= part * (PART_BLOCKS * BLOCK_K)
                     both_acc, both_top, both_total = _merge(acc, top, total, part_acc, part_top, part_total)
