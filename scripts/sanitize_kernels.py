@@ -32,6 +32,7 @@ from stretto.kernels import (
     exchange,
     few_rows,
     plan,
+    plan_mixed,
     sampling,
     sampling_filters,
     small_matmul,
@@ -259,7 +260,7 @@ def plans() -> None:
     staged = words.to(DEVICE)
     plan.apply_plan(staged, layout, tables, inputs)
     blocks = PrefillWork.allocate(64, 4, 64, DEVICE)
-    plan.derive_mixed(staged, layout, 2, 64, config.page_size, tables, inputs, work, 2, blocks)
+    plan_mixed.derive_mixed(staged, layout, 2, 64, config.page_size, tables, inputs, work, 2, blocks)
     table = low(9, 96)
     for first_id in (9, None):
         plan.derive_decode(4, config.page_size, tables, inputs, work, 2, table, low(4, 96), first_id)

@@ -13,7 +13,8 @@ from stretto.config import SchedulerConfig
 from stretto.engine.staging import PlanLayout
 from stretto.engine.tables import DeviceTables
 from stretto.kernels.decode_attention import DecodeWork, plan_decode
-from stretto.kernels.plan import StepInputs, derive_mixed
+from stretto.kernels.plan import StepInputs
+from stretto.kernels.plan_mixed import derive_mixed
 from stretto.kernels.prefill_work import PrefillWork, plan_prefill
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

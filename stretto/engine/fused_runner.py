@@ -25,7 +25,8 @@ from stretto.engine.prompt_graphs import PromptGraphs
 from stretto.engine.runner import MakeRunner, RunnerParts, score_prompts
 from stretto.engine.sampling_rows import SamplingMix
 from stretto.engine.staging import PlanLayout, pack
-from stretto.kernels.plan import StepInputs, apply_plan, derive_decode, derive_mixed
+from stretto.kernels.plan import StepInputs, apply_plan, derive_decode
+from stretto.kernels.plan_mixed import derive_mixed
 from stretto.kernels.prefill_attention import query_block, query_blocks
 from stretto.kernels.prefill_work import PrefillWork
 from stretto.models.fused import FusedDecoder, rows_of

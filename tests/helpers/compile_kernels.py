@@ -66,6 +66,7 @@ def compile_all() -> None:
         jit,
         launch,
         plan,
+        plan_mixed,
         prefill_attention,
         prefill_work,
         rope_write,
@@ -134,10 +135,10 @@ def compile_all() -> None:
     filters = sampling_filters.RowFilters(longs(9), floats, floats, found)
     sampling.sample_rows(logits, *rows, filters=filters)
     sampling.mask_stop_ids(logits, longs(3), longs(3), longs(9), longs(9, 16))
-    _compile_plan(plan, work, blocks)
+    _compile_plan(plan, plan_mixed, work, blocks)
 
 
-def _compile_plan(plan: Any, work: Any, blocks: Any) -> None:
+def _compile_plan(plan: Any, plan_mixed: Any, work: Any, blocks: Any) -> None:
     from stretto.config import SchedulerConfig
     from stretto.engine.staging import PlanLayout
     from stretto.engine.tables import DeviceTables
@@ -148,7 +149,7 @@ def _compile_plan(plan: Any, work: Any, blocks: Any) -> None:
     layout = PlanLayout(3, 2, 1, 1, 20, config.max_stop_ids)
     staged = torch.zeros(layout.num_words, dtype=torch.int32)
     plan.apply_plan(staged, layout, tables, inputs)
-    plan.derive_mixed(staged, layout, 1, 32, 16, tables, inputs, work, 8, blocks)
+    plan_mixed.derive_mixed(staged, layout, 1, 32, 16, tables, inputs, work, 8, blocks)
     table = torch.zeros(9, 1024, dtype=torch.bfloat16)
     for first_id in (9, None):  # a rank's part of the table, and all of it
         plan.derive_decode(4, 16, tables, inputs, work, 8, table, table.new_zeros(4, 1024), first_id)
