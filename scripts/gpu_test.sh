@@ -14,8 +14,8 @@ gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cud
 visible="${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}"
 most=$((14 * gpus < $(nproc) ? 14 * gpus : $(nproc)))
 workers="${GPU_TEST_WORKERS:-$most}"
-# Tests that judge how busy a GPU is run one after the other, those of several GPUs a few at once, on a machine that does
-# nothing else. All others are dealt out to the GPUs one by one, those first that took longest in the last report.
+# Tests that judge how busy a GPU is have one to themselves, those of several GPUs run a few at once, on a machine that
+# does nothing else. All others are dealt out to the GPUs one by one, those first that took longest in the last report.
 busy=tests/gpu/test_overlap_gates_gpu.py
 several=tests/gpu/test_tp_gpu.py
 # shellcheck disable=SC2207
@@ -44,5 +44,5 @@ run() { # NAME OPTIONS...; pytest's status 2: it was stopped
 }
 run together -n "$workers" --maxschedchunk 1 --share-gpus "$visible" --slow-first benchmarks/results/gpu_tests.json \
   "${others[@]}" "$@"
-run busy -n 0 "$busy" "$@"
+run busy -n $((8 * gpus <= $(nproc) ? gpus : 1)) --share-gpus "$visible" "$busy" "$@"
 run several -n 4 "$several" "$@"

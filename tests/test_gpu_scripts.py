@@ -166,7 +166,7 @@ def test_the_script_runs_every_file_once_on_all_gpus(tmp_path: Path) -> None:
     together, busy, several = calls
     assert " -n 9 " in together
     assert " --share-gpus 2,5 " in together
-    assert " -n 0 tests/gpu/test_overlap_gates_gpu.py --noconftest" in busy
+    assert " --share-gpus 2,5 tests/gpu/test_overlap_gates_gpu.py --noconftest" in busy
     assert " -n 4 tests/gpu/test_tp_gpu.py --noconftest" in several
     named = [word for call in calls for word in call.split() if word.startswith("tests/")]
     marked = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if MARK in path.read_text()}
