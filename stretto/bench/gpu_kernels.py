@@ -22,6 +22,7 @@ from stretto.bench.gpu import environment
 from stretto.kernels import few_rows
 from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode
 from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
+from stretto.kernels.gated_matmul import gated_matmul
 from stretto.kernels.prefill_attention import prefill_attention, query_block
 from stretto.kernels.prefill_work import PrefillWork, plan_prefill
 from stretto.kernels.rope_write import HeadTransform, rope_write
@@ -136,6 +137,29 @@ def matrices(report: Report, model: str, rows: int) -> None:
             else:
                 calls = [partial(few_rows.few_rows_matmul, x, w, whole=name == "head") for w in weights]
             report.add(f"{label} ours", time_us(calls), num_bytes)
+
+
+def large_products(report: Report, model: str, rows: int) -> None:
+    """The products of one layer of a large step, with what cuBLAS or a kernel of ours does behind them."""
+    shape = workloads.SHAPES[model]
+    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    q, kv = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
+    products = {"qkv": (hidden, q + 2 * kv), "o": (q, hidden), "gate_up": (hidden, 2 * ffn), "down": (ffn, hidden)}
+    for name, (width, outputs) in products.items():
+        x, weights, flops = (
+            random(rows, width),
+            [random(outputs, width) for _ in range(4)],
+            2.0 * rows * width * outputs,
+        )
+        label = f"{model} {name} {rows} rows"
+        report.add(f"{label} cuBLAS", time_us([partial(F.linear, x, w) for w in weights]), flops=flops)
+        if name in ("o", "down"):
+            target = random(rows, outputs)
+            report.add(
+                f"{label} cuBLAS, added", time_us([partial(target.addmm_, x, w.t()) for w in weights]), flops=flops
+            )
+        if name == "gate_up":
+            report.add(f"{label} gate inside", time_us([partial(gated_matmul, x, w) for w in weights]), flops=flops)
 
 
 def elementwise(report: Report, model: str, rows: int) -> None:
@@ -289,8 +313,10 @@ def main() -> None:
         ceilings(report)
         for rows in (1, 8, 32, 64, 256):
             matrices(report, "qwen3-0.6b", rows)
-        for rows in (1, 32):
+        for rows in (1, 32, 64):
             matrices(report, "qwen3-8b", rows)
+        for model in ("qwen3-0.6b", "qwen3-8b"):
+            large_products(report, model, 8192)
         for rows in (1, 32, 256, 8192):
             elementwise(report, "qwen3-0.6b", rows)
         mixed = [100 + (i * 7919) % 1500 for i in range(256)]
