@@ -130,7 +130,7 @@ def invariant_attention(
         PARALLEL=parallel,
         PRECISION=dot_precision(q_TNH.dtype),
         num_warps=4,
-        num_stages=3 if dim <= 128 else 2,
+        num_stages=2,
         **options(q_TNH.device),
     )
 
@@ -171,8 +171,13 @@ def _attend_part(
     acc = tl.zeros(q.shape, tl.float32)
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
+    first = part * PART_BLOCKS
+    token = first * BLOCK_K + tl.arange(0, BLOCK_K)
+    page = tl.load(table + token // PAGE, mask=token < context, other=0)
     # All blocks masked: in a second loop for whole ones the compiler could join other pairs of operations.
-    for block in range(part * PART_BLOCKS, tl.minimum((part + 1) * PART_BLOCKS, blocks)):
+    for block in range(first, tl.minimum(first + PART_BLOCKS, blocks)):
+        following = (block + 1) * BLOCK_K + tl.arange(0, BLOCK_K)
+        next_page = tl.load(table + following // PAGE, mask=following < context, other=0)
         acc, top, total = attend_block(
             q,
             acc,
@@ -180,7 +185,7 @@ def _attend_part(
             total,
             head_keys,
             head_values,
-            table,
+            page,
             block,
             context,
             position,
@@ -193,6 +198,7 @@ def _attend_part(
             BLOCK_K=BLOCK_K,
             PRECISION=PRECISION,
         )
+        page = next_page
     return acc, top, total
 
 

@@ -112,7 +112,7 @@ def attend_block(
     total,
     head_keys,
     head_values,
-    table,
+    page,
     block,
     context,
     position,
@@ -125,15 +125,16 @@ def attend_block(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """The softmax's state (results not normalised yet, maximum, sum) after block `block` of the keys, in `page`.
+
+    Tokens from `context` on do not count, where MASKED, nor those behind a query's `position`.
+    """
     d = tl.arange(0, DIM_PAD)
     token = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = (d < DIM)[None, :] & (token >= 0)[:, None]
     if MASKED:
-        page = tl.load(table + token // PAGE, mask=token < context, other=0).to(tl.int64)
         inside = (token < context)[:, None] & (d < DIM)[None, :]
-    else:
-        page = tl.load(table + token // PAGE).to(tl.int64)
-        inside = (d < DIM)[None, :] & (token >= 0)[:, None]
-    place = (page * page_stride + (token % PAGE) * DIM)[:, None] + d[None, :]
+    place = (page.to(tl.int64) * page_stride + (token % PAGE) * DIM)[:, None] + d[None, :]
     k = tl.load(head_keys + place, mask=inside, other=0.0)
     v = tl.load(head_values + place, mask=inside, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
@@ -196,7 +197,13 @@ def _prefill_attention(
         whole = (first_position + 1) // BLOCK_K
         seen = first_position + count
         last = (seen + BLOCK_K - 1) // BLOCK_K
+        # Pages are looked up a block ahead. Within a block, keys would be asked for once their pages have come, and
+        # then waited for at once.
+        token = tl.arange(0, BLOCK_K)
+        page = tl.load(table + token // PAGE, mask=token < seen, other=0)
         for block in range(whole):
+            following = (block + 1) * BLOCK_K + token
+            next_page = tl.load(table + following // PAGE, mask=following < seen, other=0)
             acc, top, total = attend_block(
                 q,
                 acc,
@@ -204,7 +211,7 @@ def _prefill_attention(
                 total,
                 head_keys,
                 head_values,
-                table,
+                page,
                 block,
                 seen,
                 position,
@@ -217,7 +224,10 @@ def _prefill_attention(
                 BLOCK_K=BLOCK_K,
                 PRECISION=PRECISION,
             )
+            page = next_page
         for block in range(whole, last):
+            following = (block + 1) * BLOCK_K + token
+            next_page = tl.load(table + following // PAGE, mask=following < seen, other=0)
             acc, top, total = attend_block(
                 q,
                 acc,
@@ -225,7 +235,7 @@ def _prefill_attention(
                 total,
                 head_keys,
                 head_values,
-                table,
+                page,
                 block,
                 seen,
                 position,
@@ -238,6 +248,7 @@ def _prefill_attention(
                 BLOCK_K=BLOCK_K,
                 PRECISION=PRECISION,
             )
+            page = next_page
         o = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(
             out_ptr + token_row * out_stride + head * DIM + d[None, :], o.to(out_ptr.dtype.element_ty), mask=inside
