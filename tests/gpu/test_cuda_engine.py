@@ -120,7 +120,7 @@ def test_graphs_change_no_token(model: Path, dtype: str) -> None:
 def test_captured_steps_with_prompts_change_no_token(model: Path, deterministic: bool) -> None:
     """Requests that arrive while others decode: chunks of any length, some behind cached prefixes, any number of rows.
 
-    In float32. Steps of more than 192 tokens are launched kernel by kernel in both.
+    With every kind of sampling, in float32. Steps of more than 192 tokens are launched kernel by kernel in both.
     """
     given = prompts(40, longest=250)
     given += [[*prompt, 1, 2, 3] for prompt in given[:8]]
@@ -129,7 +129,8 @@ def test_captured_steps_with_prompts_change_no_token(model: Path, deterministic:
     def tokens_of(runtime: Runtime) -> list[list[int]]:
         requests = []
         for index, prompt in enumerate(given):
-            requests.append(runtime.add(prompt, MIXES["plain"], seed=index))
+            params = list(MIXES.values())[index // 4 % len(MIXES)]
+            requests.append(runtime.add(prompt, params, seed=index))
             for _ in range(index % 4):
                 runtime.step()
         while runtime.has_work:
