@@ -78,7 +78,6 @@ class FusedRunner:
         """Compile the kernels and capture the graphs. Blocks."""
         if self.graphs is not None:
             self._warm_up()
-            self._inputs.last_token_S.zero_()  # the warm-up's were of tokens that `prompt_graphs` has no room for
             record = CudaRecorder()
             self.graphs.capture(record)
             self.prompt_graphs.capture(record)

@@ -13,6 +13,7 @@ Legend: B rows, T tokens, N query heads, H head dim, D hidden, R slots, M pages 
 from __future__ import annotations
 
 import bisect
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -68,7 +69,20 @@ class PromptGraphs:
 
     def capture(self, record: Record) -> None:
         """Record all graphs. Blocks."""
+        self._forget()
         self.graphs.capture(record)
+
+    def _forget(self) -> None:
+        """Make the step on the device one of no rows, tokens or work: the last one may have been larger than a size,
+        and attention would go beyond that size's tensors."""
+        for field in fields(self._inputs):
+            getattr(self._inputs, field.name).zero_()
+        for prefill in self._prefill_works.values():
+            prefill.num_blocks_1.zero_()
+        for rows in self._attention.row_steps:
+            work = self._attention.work_for(rows)
+            work.line_B2.zero_()
+            work.first_row_C.zero_()
 
     def release(self) -> None:
         """Give the graphs back; none may be running. It serves nothing any more."""
