@@ -312,16 +312,24 @@ def test_captured_layers_change_no_token(tiny: Tiny) -> None:
     resolved, expected = tiny
     options = {"max_num_batched_tokens": 40, "max_num_seqs": 5, "overlap_depth": 1, "deterministic": True}
     with started(resolved.path, **options) as runtime:
-        record, graphs = recorded_prompts(runtime, (9, 24), (5,))
-        assert [graphs.padded(tokens) for tokens in (1, 9, 10, 24, 25)] == [9, 9, 24, 24, None]
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        assert outputs_of(runtime, PROMPTS[2:3], params) == expected[2:3]
+        record, graphs = recorded_prompts(runtime, (9, 24), (5,))
+        # What ran before was larger than the sizes that are run to be captured.
+        runner = runtime.engine.runner
+        works = [runner._attention.work_for(rows) for rows in runner._attention.row_steps]  # type: ignore[attr-defined]
+        assert not any(work.line_B2.any() or work.first_row_C.any() for work in works)
+        assert not any(work.num_blocks_1.any() for work in runner._prefill_works.values())  # type: ignore[attr-defined]
+        assert not runner._inputs.query_end_B.any()  # type: ignore[attr-defined]
+        assert not runner._inputs.last_token_S.any()  # type: ignore[attr-defined]
+        assert [graphs.padded(tokens) for tokens in (1, 9, 10, 24, 25)] == [9, 9, 24, 24, None]
         assert outputs_of(runtime, PROMPTS[:2], params) == expected[:2]  # 5 tokens
-        assert outputs_of(runtime, PROMPTS[2:3], params) == expected[2:3]  # 37
+        assert outputs_of(runtime, PROMPTS[2:3], params) == expected[2:3]  # the last 5 of 37, the others cached
         assert outputs_of(runtime, PROMPTS[3:], params) == expected[3:]  # 9, just full
         runtime.device.call(graphs.release)
         assert graphs.padded(1) is None
     # Without decode rows and with some, the large first; tokens without filters, with them, and up to the logits.
-    assert [one.replays for one in record.recorded] == [0, 0, 2, 0, 2, 0, 0]
+    assert [one.replays for one in record.recorded] == [0, 0, 3, 0, 3, 0, 0]
 
 
 @pytest.mark.skipif(GPU, reason="a GPU captures the steps itself")
