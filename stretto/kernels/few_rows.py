@@ -30,9 +30,7 @@ _RESIDENT_SPAN = 512
 _RESIDENT_ELEMENTS = 2 * 132 * _BLOCK * _RESIDENT_SPAN
 """Up to here all tiles of the weight fit into the shared memory of an H200 at once, two a multiprocessor."""
 _PROGRAMS = 3 * 132
-_PROGRAMS_OF_MANY = 2 * 132
-"""About how many programs stream larger weights, with up to 32 rows of x and with more: as many as run at once on an
-H200."""
+"""About how many programs stream larger weights: as many as run at once on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +74,21 @@ def few_rows_gated(x_MI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = No
 
 
 def cut(outputs: int, width: int, itemsize: int, rows: int, *, whole: bool) -> Cut:
-    """How to cut a product; the spans are the same for 2 to 32 rows. The fastest of what was measured on an H200."""
+    """How to cut a product; the spans are the same for any number of rows. The fastest of those measured on an H200."""
     aligned = width * itemsize % 16 == 0
     if not whole and itemsize == 2 and aligned and outputs * width <= _RESIDENT_ELEMENTS:
         return Cut(_RESIDENT_SPAN, cdiv(width, _RESIDENT_SPAN), 0)
     step = 256 // itemsize
     tiles = cdiv(outputs, _BLOCK)
     steps = cdiv(width, step)
-    many = rows > 32
-    most = 1 if whole else max(1, (_PROGRAMS_OF_MANY if many else _PROGRAMS) // tiles)
+    most = 1 if whole else max(1, _PROGRAMS // tiles)
     # Equal spans, unless that would make them more than twice as long as they may be.
     spans = next((s for s in range(most, most // 2, -1) if steps % s == 0), most)
     span = step * cdiv(steps, spans)
     # Of larger weights, programs that wait their turn would drive each other's tiles out of the cache.
     prefetch = outputs * width <= _RESIDENT_ELEMENTS
-    stages = 4 if whole and width <= 2048 and not many else 3  # of many rows a fourth would leave room for one program
+    # Of more than 32 rows, a fourth stage would leave a multiprocessor room for one program only.
+    stages = 4 if whole and width <= 2048 and rows <= 32 else 3
     return Cut(span, cdiv(width, span), step, stages, prefetch)
 
 

@@ -41,13 +41,13 @@ FEW_ROWS = few_rows.MAX_ROWS
 
 FEW_ROWS_OF_WIDE = 32
 """As `FEW_ROWS`, for the layers of hidden states wider than `WIDE`: rows of x are read as often as there are 64 rows of
-weights."""
+weights. (64 rows of the 8B take 130 us a layer without attention, in cuBLAS 125; 32 rows 117 and 123.)"""
 
 WIDE = 2048
 
 LARGE_STEP = 2048
 """From so many rows on, products that end in the residual stream are added to it by cuBLAS: the norm behind them then
-has a tensor less to read, and there is one rounding less."""
+has a tensor less to read. (On an H200 the sums have the same bits either way.)"""
 
 
 @dataclass(frozen=True, slots=True)
