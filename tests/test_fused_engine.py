@@ -23,6 +23,7 @@ from stretto.engine.fused_runner import FusedRunner
 from stretto.engine.graphs import NUM_KINDS, StepGraphs
 from stretto.engine.prompt_graphs import PromptGraphs
 from stretto.engine.staging import PlanLayout
+from stretto.kernels.elementwise import add_rms_norm
 from stretto.kernels.rope_write import HeadTransform
 from stretto.models.resolve import ResolvedModel
 from stretto.request import SamplingParams
@@ -186,6 +187,7 @@ def test_the_products_of_large_steps_change_no_logits(monkeypatch: pytest.Monkey
     """Sums that cuBLAS adds to the residual stream, gates inside their product."""
     model = tiny_model(tiny_config("qwen3", hidden_size=64, intermediate_size=128))
     calls: list[int] = []
+    sums: list[bool] = []
     with started(save(model, tmp_path).path, max_num_seqs=4) as runtime:
         fused = runtime.engine.runner._model  # type: ignore[attr-defined]
 
@@ -197,11 +199,17 @@ def test_the_products_of_large_steps_change_no_logits(monkeypatch: pytest.Monkey
             calls.append(rows)
             return True
 
+        def norm(residual: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+            sums.append(update is not None)
+            return add_rms_norm(residual, update, weight, eps)
+
         expected = runtime.device.call(logits)
         monkeypatch.setattr("stretto.models.fused.LARGE_STEP", 2)
         monkeypatch.setattr("stretto.kernels.gated_matmul.takes", takes)
+        monkeypatch.setattr("stretto.models.fused.add_rms_norm", norm)
         torch.testing.assert_close(runtime.device.call(logits), expected, atol=1e-4, rtol=1e-4)
     assert calls == [7] * fused.num_layers
+    assert sums == [False] * (2 * fused.num_layers) + [True]  # only the last update is left for a norm to add
 
 
 def test_a_cached_prefix_changes_no_token(tiny: Tiny) -> None:
