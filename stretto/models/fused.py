@@ -45,7 +45,7 @@ weights. (64 rows of the 8B take 130 us a layer without attention, in cuBLAS 125
 
 WIDE = 2048
 
-LARGE_STEP = 2048
+LARGE_STEP = 1024
 """From so many rows on, products that end in the residual stream are added to it by cuBLAS: the norm behind them then
 has a tensor less to read. (On an H200 the sums have the same bits either way.)"""
 
