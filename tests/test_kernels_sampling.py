@@ -87,6 +87,45 @@ def test_of_ties_the_lowest_ids_are_kept_however_many_there_are() -> None:
         assert kept[torch.arange(5), tokens].all()
 
 
+def test_a_sample_that_misleads_changes_nothing() -> None:
+    """Two pieces of five are looked at, and these are unlike the others; guesses hold too many tokens, or none."""
+    rows = of([Row(top_p=0.7), Row(top_k=100), Row(top_p=0.999), Row(top_k=150, top_p=0.9), Row(top_p=0.3, min_p=0.2)])
+    for shift in (-6.0, 3.0):
+        logits = normal(5, 300, scale=0.5)
+        logits[:, :64] += shift
+        logits[:, 128:192] += shift
+        kernels = KernelRows(rows, 300, DEVICE, block=128, candidates=64, programs=10, sampled=64)
+        tokens = kernels.sample(logits)
+        assert (kernels.filters.scratch.state_S[:, 2] > 64).any()
+        kept = kernels.kept(logits)
+        assert torch.equal(kept, kernels.kept_by_reference(logits))
+        assert kept[torch.arange(5), tokens].all()
+
+
+def test_a_top_k_beyond_what_min_p_leaves_keeps_what_min_p_leaves() -> None:
+    """With candidates for all tokens, and with so few that their interval begins behind them."""
+    rows = of([Row(temperature=0.3, top_k=48, min_p=0.05), Row(top_k=60, top_p=0.5, min_p=0.1)])
+    logits = normal(2, 74)
+    for candidates in (8, 128):
+        kernels = KernelRows(rows, 74, DEVICE, block=32, candidates=candidates, programs=4)
+        kernels.sample(logits)
+        kept = kernels.kept(logits)
+        assert torch.equal(kept, kernels.kept_by_reference(logits))
+        assert 0 < kept.sum(1).max() < 48
+
+
+def test_the_best_score_is_found_in_whichever_block_it_is() -> None:
+    """Flat rows, and rows with a favourite that loses if its number is unlucky."""
+    count = 60
+    rows = [Row(temperature=0.5 + i % 3, seed=i * 7919, position=i % 50) for i in range(count)]
+    logits = normal(count, 150, scale=1.0)
+    logits[::2, 77] += 5
+    tokens = KernelRows(rows, 150, DEVICE, block=32).sample(logits, filtered=False).tolist()
+    assert tokens == reference.sample_rows(logits.cpu(), rows).tokens_S.tolist()
+    assert len({token // 32 for token in tokens}) == 5
+    assert len({token == 77 for token in tokens[::2]}) == 2
+
+
 def test_weights_are_rounded_as_plain_torch_rounds_them() -> None:
     """The best token weighs 2**34, the others 10.6: in a sum of so many it shows whether they count as 10 or as 11."""
     logits = torch.full((1, 200), -math.log(2**34 / 10.6), device=DEVICE)
@@ -172,8 +211,8 @@ def test_stop_tokens_are_masked_while_they_may_not_come() -> None:
 
 def test_a_vocabulary_whose_sums_would_be_rounded_is_refused() -> None:
     kernels = KernelRows([Row(top_p=0.5)], 8, DEVICE)
-    from stretto.kernels.sampling_filters import find_boundaries
+    from stretto.kernels.sampling_filters import collect_candidates
 
     wide = torch.zeros(1, 2**18 + 1, device=DEVICE)
     with pytest.raises(ValueError, match="262145 tokens"):
-        find_boundaries(wide, kernels.slot_S, kernels.temperature_R, kernels.filters, wide, 4096)
+        collect_candidates(wide, kernels.slot_S, kernels.temperature_R, kernels.filters, wide, 4096, wide, 64)

@@ -64,6 +64,23 @@ def test_kept_tokens_are_exactly_those_of_plain_torch(count: int, kind: str, dty
     assert kept[torch.arange(count, device="cuda"), tokens].all()
 
 
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+def test_distances_are_divided_as_plain_torch_divides_them(scale: float) -> None:
+    """At temperatures and for sets of all sizes."""
+    generator = torch.Generator().manual_seed(7)
+    count, numbers = 128, torch.rand(128, 2, generator=generator).clamp(min=0.01).tolist()
+    rows = [
+        Row(temperature=0.05 + 2 * a, top_p=b if i % 3 else 1 - b / 1000, top_k=0 if i % 4 else int(3000 * b), seed=i)
+        for i, (a, b) in enumerate(numbers)
+    ]
+    logits = logits_of("flat", count, torch.bfloat16) * scale
+    kernels = KernelRows(rows, VOCABULARY, logits.device)
+    tokens = kernels.sample(logits)
+    kept = kernels.kept(logits)
+    assert torch.equal(kept, kernels.kept_by_reference(logits))
+    assert kept[torch.arange(count, device="cuda"), tokens].all()
+
+
 @pytest.mark.parametrize("count", [1, 64, 256])
 def test_tokens_are_those_of_plain_torch(count: int) -> None:
     rows = rows_of_all_kinds(count)

@@ -269,7 +269,7 @@ _FILTERS: dict[str, dict[str, float]] = {
 def sampling(report: Report, rows: int) -> None:
     """All of sampling for random rows over bf16 logits, by filter; "no filter" is that of a step where others have one.
 
-    The bytes are those of two reads of the logits: what a row without filters needs. Flat logits are those of random
+    The bytes are those of one read of the logits: what a row without filters needs. Flat logits are those of random
     weights, where thousands of tokens lie close to each boundary, peaked ones like a trained model's.
     """
     vocabulary, table = 151_936, partial(torch.full, (rows + 1,), device=DEVICE)
@@ -297,7 +297,7 @@ def sampling(report: Report, rows: int) -> None:
                 filters=None if name == "no filter, no search" else filters,
             )
             us = time_us([partial(call, logits) for logits in all_logits])
-            report.add(f"sampling {rows} rows, {shape}, {name}", us, 2 * all_logits[0].nbytes)
+            report.add(f"sampling {rows} rows, {shape}, {name}", us, all_logits[0].nbytes)
     wide = all_logits[0].float()
     for name, reference in (("sort", partial(torch.sort, wide, dim=1)), ("topk 20", partial(torch.topk, wide, 20))):
         report.add(f"torch.{name} of {rows} rows of logits alone", time_eagerly_us(reference), wide.nbytes)

@@ -1,10 +1,10 @@
-"""Sampling in small kernels that read the logits in their own dtype: at most twice, if no row has a filter.
+"""Sampling in small kernels that read the logits in their own dtype: once and a block again, if no row has a filter.
 
-The same choice as `engine/sampler.py` makes: argmax p / E with E = -log1p(-u), u from the
-counter-based numbers of `engine/random.py`. The random bits are equal to the bit; exp and log differ in last bits, so a
-token could differ only where two scores are that close; what a row gets depends, to the bit, on nothing but its own
-logits and parameters. Which tokens filters keep is `sampling_filters`'. Legend: S sampled rows, V vocabulary, G blocks
-of it, R slots, E stop ids.
+The same choice as `engine/sampler.py` makes: argmax p / E with E = -log1p(-u), u from the counter-based numbers of
+`engine/random.py`. The random bits are equal to the bit; exp and log differ in last bits, so a token could differ only
+where two scores are that close; what a row gets depends, to the bit, on nothing but its own logits and parameters. The
+arithmetic is `sampling_draw`'s, and which tokens filters keep `sampling_filters`'. Legend: S sampled rows, V
+vocabulary, G blocks of it, P pieces of those, R slots, E stop ids.
 """
 
 from __future__ import annotations
@@ -12,50 +12,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, next_power_of_2, options
-from stretto.kernels.sampling_boundary import token_ranks
-from stretto.kernels.sampling_filters import RowFilters, find_boundaries
+from stretto.kernels.sampling_boundary import find_boundary, load_candidates
+from stretto.kernels.sampling_draw import NO_ID, best_draw, best_reach, feed_back, first_best, token_scores
+from stretto.kernels.sampling_filters import RowFilters, collect_candidates
+from stretto.kernels.sampling_ranks import ALL, GREEDY_BELOW, STATE, is_within, parameters, token_ranks
 
 _BLOCK = 4096
-
-_SAMPLE_64: tl.constexpr = tl.constexpr(0xD1B54A32D192ED03)
-_GOLDEN_64: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_64_0: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX_64_1: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
-_GOLDEN_32: tl.constexpr = tl.constexpr(0x9E3779B1)
-_MIX_32_0: tl.constexpr = tl.constexpr(0x7FEB352D)
-_MIX_32_1: tl.constexpr = tl.constexpr(0x846CA68B)
-_TO_UNIT: tl.constexpr = tl.constexpr((1.0 - 2.0**-24) * 2.0**-31)
-_GREEDY_BELOW: tl.constexpr = tl.constexpr(1e-5)
-_HIGHEST_TEMPERATURE: tl.constexpr = tl.constexpr(2.0**60)
+_PIECE = 64
+_SCAN_WARPS = 4
+_CHOOSE_WARPS = 8
+_SEARCH_WARPS = 16
+_FEW_WAYS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class SampleScratch:
-    """Best values of each block, at fixed addresses."""
+    """What the kernels leave for each other, at fixed addresses."""
 
     maximum_SG: Tensor
-    maximum_id_SG: Tensor
-    score_SG: Tensor
-    score_id_SG: Tensor
+    """float32: the largest logit of each block."""
+    reach_SG: Tensor
+    """float32: `sampling_draw.best_reach` of each block."""
+    piece_maximum_SP: Tensor
+    """float32: the largest logit of each piece, written where rows may have filters."""
     block: int
     """Tokens of a block."""
+    piece: int
+    """Tokens of a piece."""
 
     @classmethod
     def allocate(cls, max_rows: int, vocabulary: int, device: torch.device, *, block: int = _BLOCK) -> SampleScratch:
-        """Room for `max_rows` rows of `vocabulary` logits. `block` (a power of two up to 4096) changes no result."""
-        shape = (max_rows, cdiv(vocabulary, block))
+        """Room for `max_rows` rows of `vocabulary` logits. `block` (a power of two, 8 or more) changes no result."""
+        blocks, piece = cdiv(vocabulary, block), min(block, _PIECE)
         return cls(
-            torch.zeros(shape, dtype=torch.float32, device=device),
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(shape, dtype=torch.float32, device=device),
-            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(max_rows, blocks, dtype=torch.float32, device=device),
+            torch.zeros(max_rows, blocks, dtype=torch.float32, device=device),
+            torch.zeros(max_rows, blocks * (block // piece), dtype=torch.float32, device=device),
             block,
+            piece,
         )
 
 
@@ -111,62 +110,69 @@ def sample_rows(
     block = scratch.block
     blocks = cdiv(vocabulary, block)
     launch = options(logits_SV.device)
-    stride = scratch.maximum_SG.stride(0)
-    _row_maxima[(blocks, rows)](
+    strides = (logits_SV.stride(0), scratch.maximum_SG.stride(0))
+    is_filtered = filters is not None and not greedy_only
+    scan[(blocks, rows)](
         logits_SV,
-        scratch.maximum_SG,
-        scratch.maximum_id_SG,
-        logits_SV.stride(0),
-        stride,
-        VOCABULARY=vocabulary,
-        BLOCK=block,
-        num_warps=8,
-        **launch,
-    )
-    if not greedy_only:
-        # Without filters nobody looks at a boundary.
-        limit_S, last_S = scratch.score_id_SG, scratch.score_id_SG
-        if filters is not None:
-            find_boundaries(logits_SV, slot_S, temperature_R, filters, scratch.maximum_SG, block)
-            limit_S, last_S = filters.scratch.limit_S, filters.scratch.last_S
-        _draw[(blocks, rows)](
-            logits_SV,
-            slot_S,
-            position_S,
-            temperature_R,
-            seed_R,
-            scratch.maximum_SG,
-            limit_S,
-            last_S,
-            scratch.score_SG,
-            scratch.score_id_SG,
-            logits_SV.stride(0),
-            stride,
-            VOCABULARY=vocabulary,
-            BLOCK=block,
-            BLOCKS=blocks,
-            BLOCKS_PAD=next_power_of_2(blocks),
-            FILTERED=filters is not None,
-            num_warps=8,
-            **launch,
-        )
-    _choose[(rows,)](
         slot_S,
         position_S,
         temperature_R,
+        seed_R,
         scratch.maximum_SG,
-        scratch.maximum_id_SG,
-        scratch.score_SG,
-        scratch.score_id_SG,
+        scratch.reach_SG,
+        scratch.piece_maximum_SP,
+        *strides,
+        scratch.piece_maximum_SP.stride(0),
+        VOCABULARY=vocabulary,
+        BLOCK=block,
+        PIECE=scratch.piece,
+        FIRST_ID=0,
+        GREEDY_ONLY=greedy_only,
+        FILTERED=is_filtered,
+        num_warps=_SCAN_WARPS,
+        **launch,
+    )
+    # Without filters nobody looks at these.
+    asked: tuple[Tensor, ...] = (slot_S,) * 8
+    candidates, few = 0, 0
+    if filters is not None and is_filtered:
+        collect_candidates(
+            logits_SV,
+            slot_S,
+            temperature_R,
+            filters,
+            scratch.maximum_SG,
+            block,
+            scratch.piece_maximum_SP,
+            scratch.piece,
+        )
+        found = filters.scratch
+        asked = (filters.top_k_R, filters.top_p_R, filters.min_p_R, found.state_S, found.candidate_SC)
+        asked += (found.few_SF, found.limit_S, found.last_S)
+        candidates, few = found.candidate_SC.shape[1], found.few_SF.shape[1]
+    _choose[(rows,)](
+        logits_SV,
+        slot_S,
+        position_S,
+        temperature_R,
+        seed_R,
+        scratch.maximum_SG,
+        scratch.reach_SG,
+        *asked,
         token_ids_RL,
         length_R,
         tokens_S,
-        stride,
+        *strides,
         token_ids_RL.stride(0),
+        VOCABULARY=vocabulary,
+        BLOCK=block,
         BLOCKS=blocks,
         BLOCKS_PAD=next_power_of_2(blocks),
+        CANDIDATES=candidates,
+        FEW=few,
+        FEW_WAYS=_FEW_WAYS,
         GREEDY_ONLY=greedy_only,
-        num_warps=1,
+        num_warps=_SEARCH_WARPS if is_filtered else _CHOOSE_WARPS,
         **launch,
     )
 
@@ -201,143 +207,144 @@ def _mask_stop_ids(
 
 
 @kernel
-def _row_maxima(
-    logits_ptr,
-    maximum_ptr,
-    maximum_id_ptr,
-    logits_stride,
-    stride,
-    VOCABULARY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    v = block * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    x = tl.load(logits_ptr + row * logits_stride + v, mask=v < VOCABULARY, other=float("-inf")).to(tl.float32)
-    # A NaN must not get lost in the maximum: it makes the row fail like an infinity does.
-    x = tl.where(x != x, float("inf"), x)
-    best = tl.max(x, 0)
-    first = tl.min(tl.where(x == best, v, VOCABULARY), 0)
-    tl.store(maximum_ptr + row * stride + block, best)
-    tl.store(maximum_id_ptr + row * stride + block, first)
-
-
-@triton.jit
-def _mix64(z):
-    z = (z ^ (z >> 30)) * _MIX_64_0
-    z = (z ^ (z >> 27)) * _MIX_64_1
-    return z ^ (z >> 31)
-
-
-@triton.jit
-def exponential(seed, position, ids):
-    """-log1p(-u) of the number of (seed, position, token id): float32, for int64 scalars and int32 ids."""
-    key = _mix64(seed.to(tl.uint64, bitcast=True) ^ _SAMPLE_64)
-    key = _mix64(key + (position + 1).to(tl.uint64) * _GOLDEN_64)
-    low = (key & 0xFFFFFFFF).to(tl.uint32)
-    high = (key >> 32).to(tl.uint32)
-    h = (ids.to(tl.uint32) * _GOLDEN_32) ^ low
-    h = (h ^ (h >> 16)) * _MIX_32_0
-    h = h + high
-    h = (h ^ (h >> 15)) * _MIX_32_1
-    signed = h.to(tl.int32, bitcast=True)
-    bits = signed ^ (signed >> 16)
-    u = (bits.to(tl.float32) + 0.5) * _TO_UNIT
-    # -log1p(-u): rounding 1 - u costs a large u nothing, and a small one has its series.
-    series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2))))
-    return tl.where(u < 0.03125, series, -tl.log(1.0 - u))
-
-
-@kernel
-def _draw(
+def scan(
     logits_ptr,
     slot_ptr,
     position_ptr,
     temperature_ptr,
     seed_ptr,
     maximum_ptr,
-    limit_ptr,
-    last_ptr,
-    score_ptr,
-    score_id_ptr,
+    reach_ptr,
+    piece_maximum_ptr,
     logits_stride,
     stride,
+    piece_stride,
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr,
+    PIECE: tl.constexpr,
+    FIRST_ID: tl.constexpr,
+    GREEDY_ONLY: tl.constexpr,
     FILTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Kernel, one program a block of a row: the largest logits, and how far random rows' scores may reach."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    v = block * BLOCK + tl.arange(0, BLOCK)
+    PIECES: tl.constexpr = BLOCK // PIECE
+    p = tl.arange(0, PIECES)
+    v = block * BLOCK + p[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    slot = tl.load(slot_ptr + row)
-    temperature = tl.load(temperature_ptr + slot)
-    if temperature >= _GREEDY_BELOW:
-        b = tl.arange(0, BLOCKS_PAD)
-        best = tl.max(tl.load(maximum_ptr + row * stride + b, mask=b < BLOCKS, other=float("-inf")), 0)
-        x = tl.load(logits_ptr + row * logits_stride + v, mask=v < VOCABULARY, other=float("-inf")).to(tl.float32)
-        distance = tl.abs((best - x) * (1.0 / tl.minimum(temperature, _HIGHEST_TEMPERATURE)))
-        noise = exponential(tl.load(seed_ptr + slot), tl.load(position_ptr + row), v)
-        score = tl.exp(-distance) / noise
-        score = tl.where((v < VOCABULARY) & (score == score), score, -1.0)
-        if FILTERED:
-            limit = tl.load(limit_ptr + row)
-            rank = token_ranks(x, best, temperature)
-            kept = (rank < limit) | ((rank == limit) & (v <= tl.load(last_ptr + row)))
-            score = tl.where(kept, score, -1.0)
-        top = tl.max(score, 0)
-        tl.store(score_ptr + row * stride + block, top)
-        tl.store(score_id_ptr + row * stride + block, tl.min(tl.where(score == top, v, VOCABULARY), 0))
+    if not GREEDY_ONLY:
+        # Before the logits, so that nobody waits for these in turn.
+        slot = tl.load(slot_ptr + row)
+        position = tl.load(position_ptr + row)
+        temperature = tl.load(temperature_ptr + slot)
+        seed = tl.load(seed_ptr + slot)
+    x = tl.load(logits_ptr + row * logits_stride + v, mask=v < VOCABULARY, other=float("-inf")).to(tl.float32)
+    # A NaN must not get lost in the maximum: it makes the row fail like an infinity does.
+    x = tl.where(x != x, float("inf"), x)
+    if FILTERED:
+        piece_best = tl.max(x, 1)
+        tl.store(piece_maximum_ptr + row * piece_stride + block * PIECES + p, piece_best)
+        tl.store(maximum_ptr + row * stride + block, tl.max(piece_best, 0))
+    else:
+        tl.store(maximum_ptr + row * stride + block, tl.max(x))
+    if not GREEDY_ONLY:  # noqa: SIM102 - the first is known when the kernel is compiled
+        if temperature >= GREEDY_BELOW:
+            reach = best_reach(x, temperature, seed, position, v + FIRST_ID)
+            tl.store(reach_ptr + row * stride + block, reach)
 
 
 @kernel
 def _choose(
+    logits_ptr,
     slot_ptr,
     position_ptr,
     temperature_ptr,
+    seed_ptr,
     maximum_ptr,
-    maximum_id_ptr,
-    score_ptr,
-    score_id_ptr,
+    reach_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    state_ptr,
+    candidate_ptr,
+    few_ptr,
+    limit_ptr,
+    last_ptr,
     token_ids_ptr,
     length_ptr,
     tokens_ptr,
+    logits_stride,
     stride,
     token_stride,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    FEW: tl.constexpr,
+    FEW_WAYS: tl.constexpr,
     GREEDY_ONLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One program a row. `CANDIDATES` 0: no row has filters."""
     row = tl.program_id(0).to(tl.int64)
-    b = tl.arange(0, BLOCKS_PAD)
-    inside = b < BLOCKS
+    g = tl.arange(0, BLOCKS_PAD)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slot_ptr + row)
     position = tl.load(position_ptr + row)
-    value = tl.load(maximum_ptr + row * stride + b, mask=inside, other=float("-inf"))
-    best = tl.max(value, 0)
-    usable = (best < float("inf")) & (best > float("-inf"))
-    ids = tl.load(maximum_id_ptr + row * stride + b, mask=inside, other=2147483647)
-    token = tl.min(tl.where(value == best, ids, 2147483647), 0)
-    if not GREEDY_ONLY:  # noqa: SIM102 - the first is known when the kernel is compiled
-        if tl.load(temperature_ptr + slot) >= _GREEDY_BELOW:
-            score = tl.load(score_ptr + row * stride + b, mask=inside, other=-1.0)
-            top = tl.max(score, 0)
-            drawn = tl.load(score_id_ptr + row * stride + b, mask=inside, other=2147483647)
-            token = tl.min(tl.where(score == top, drawn, 2147483647), 0)
-    tl.store(tokens_ptr + row, tl.where(usable, token, -1).to(tl.int64))
-    if slot != 0:
-        tl.store(token_ids_ptr + slot * token_stride + position, tl.where(usable, token, 0).to(tl.int64))
-        tl.store(length_ptr + slot, position)
+    maximum_G = tl.load(maximum_ptr + row * stride + g, mask=g < BLOCKS, other=float("-inf"))
+    best = tl.max(maximum_G, 0)
+    logits_ptr += row * logits_stride
+    token = tl.full([], NO_ID, tl.int32)
+    limit = tl.full([], ALL, tl.int64)
+    last = limit
+    is_random = False
+    if not GREEDY_ONLY:
+        temperature = tl.load(temperature_ptr + slot)
+        is_random = temperature >= GREEDY_BELOW
+    if is_random:
+        if not GREEDY_ONLY:
+            seed = tl.load(seed_ptr + slot)
+            is_whole = False
+            reach_G = tl.load(reach_ptr + row * stride + g, mask=g < BLOCKS, other=float("-inf"))
+            if CANDIDATES > 0:
+                _, top_k, has_top_k, top_p, has_top_p, last_rank, searches = parameters(
+                    slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, VOCABULARY
+                )
+                if tl.load(min_p_ptr + slot) > 0.0:
+                    limit = last_rank.to(tl.int64)
+                if searches:
+                    limit, last, is_whole = find_boundary(
+                        logits_ptr, best, temperature, top_k, has_top_k, top_p, has_top_p, last_rank,
+                        state_ptr + row * STATE, candidate_ptr + row * CANDIDATES, few_ptr + row * FEW,
+                        VOCABULARY, BLOCK, BLOCKS, CANDIDATES, FEW, FEW_WAYS
+                    )  # fmt: skip
+            if is_whole:
+                if CANDIDATES > 0:
+                    # All that may be drawn are candidates.
+                    size = tl.load(state_ptr + row * STATE + 2)
+                    c, rank, ids = load_candidates(candidate_ptr + row * CANDIDATES, size, CANDIDATES)
+                    is_kept = is_within(rank, ids, limit.to(tl.int32), last.to(tl.int32)) & (c < size)
+                    x = tl.load(logits_ptr + ids, mask=is_kept, other=float("-inf")).to(tl.float32)
+                    score = tl.where(is_kept, token_scores(x, best, temperature, seed, position, ids), -1.0)
+                    token = tl.min(tl.where(score == tl.max(score, 0), ids, NO_ID), 0)
+            else:
+                if CANDIDATES > 0:
+                    is_near = token_ranks(maximum_G, best, temperature) <= limit.to(tl.int32)
+                    reach_G = tl.where(is_near, reach_G, float("-inf"))
+                token, _ = best_draw(
+                    logits_ptr, reach_G, best, temperature, seed, position, limit.to(tl.int32), last.to(tl.int32),
+                    CANDIDATES > 0, 0, VOCABULARY, BLOCK, BLOCKS_PAD
+                )  # fmt: skip
+    else:
+        token = first_best(logits_ptr, maximum_G, best, 0, VOCABULARY, BLOCK, BLOCKS, BLOCKS_PAD)
+    if CANDIDATES > 0:
+        tl.store(limit_ptr + row, limit.to(tl.int32))
+        tl.store(last_ptr + row, last.to(tl.int32))
+    feed_back(token, best, row, slot, position, token_ids_ptr, length_ptr, tokens_ptr, token_stride)

@@ -1,16 +1,18 @@
 """Finds which tokens top-k, top-p and min-p keep, without a sort: the kept set of `engine/filters.py`, to the token.
 
-The boundary of a kept set is found by selection over the ranks (Blum, Floyd, Pratt, Rivest, Tarjan: "Time bounds for
-selection", 1973; with many pivots at once: Alabi, Blanchard, Gordon, Steinbach: "Fast k-selection algorithms for
-graphics processing units", 2012), for top-p weighted by whole-number probabilities:
+The boundary of a kept set is found by selection over the ranks from a sample (Floyd, Rivest: "Expected time bounds for
+selection", 1975), for top-p weighted by whole-number probabilities:
 
-* `_narrow`, `PASSES` times: 16 pivots cut the interval of ranks that holds the boundary; several programs a row count,
-  and weigh, the tokens up to each. All sums are of integers, so neither their order nor the number of programs matters.
-* `_collect` writes down the tokens of the interval, if they are few enough for one program's registers.
-* `finish` (`sampling_boundary.py`) bisects among them, or over the row, should thousands be equal.
+* `_bracket`: one program a row guesses, from the best token of each piece of the row and all tokens of some pieces, an
+  interval of ranks that holds the boundary among few enough tokens.
+* `_collect`: several programs a row read all its logits once: they add up the weights of all tokens and of those before
+  the interval, and write down the interval's. All sums are of integers, so that neither their order nor the number of
+  programs matters.
+* `find_boundary` (`sampling_boundary.py`, in the kernel that draws) bisects among these, or, should the guess have been
+  wrong or thousands be equal, over the row: slow, but as exact.
 
 A row that asks for no filter costs programs that look at its parameters and end. Legend: S sampled rows, V vocabulary,
-G tiles of it, R slots, Q pivots, P parts of rows, C candidates.
+G tiles of it, P pieces of those, R slots, C candidates.
 """
 
 from __future__ import annotations
@@ -23,34 +25,33 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import cdiv, num_multiprocessors, options
-from stretto.kernels.sampling_boundary import (
-    EVERYTHING,
-    FEW,
-    SEARCHING,
-    finish,
+from stretto.kernels.launch import cdiv, next_power_of_2, num_multiprocessors, options
+from stretto.kernels.sampling_ranks import (
+    STATE,
+    has_quick_ranks,
     parameters,
+    quick_ranks,
     row_best,
-    target_mass,
-    tile_ranks,
+    split_weights,
     token_ranks,
-    token_weights,
+    whole_weight,
 )
 
-_CANDIDATES = 4096
-_PASSES = 3
-_MAX_PARTS = 64
+_CANDIDATES = 8192
+_SAMPLED_TOKENS = 16384
+_PROGRAMS_PER_MULTIPROCESSOR = 8
 _MAX_VOCABULARY = 1 << 18
 """Up to this, weights add up exactly in `engine/filters.py`."""
+_COLLECT_TILE = 1024
+_BRACKET_WARPS = 16
+_COLLECT_WARPS = 4
 
-_PIVOTS: tl.constexpr = tl.constexpr(16)
-_STATE: tl.constexpr = tl.constexpr(8 + 16)
-"""Of a row before a pass: what `_interval` gives, and the pass's pivots."""
-_COUNT_SHIFT: tl.constexpr = tl.constexpr(47)
-"""The weights of a tile of up to 4096 tokens add up to 2**46 at most: counts go above, so that one sum adds up both."""
-_ONE_TOKEN: tl.constexpr = tl.constexpr(1 << 47)
-_FARTHEST_256TH: tl.constexpr = tl.constexpr(24.5 / 256)
-"""The first pivots lie closest near the best token, and up to 24.5 away from it: beyond that weights are 0."""
+_STEPS: tl.constexpr = tl.constexpr(20)
+"""Bisections of a guess: ranks have 31 bits, of which a guess needs no more."""
+_ZERO_FROM: tl.constexpr = tl.constexpr(0x41C40000)
+"""The rank of a distance of 24.5, beyond which weights are 0."""
+_MARGIN: tl.constexpr = tl.constexpr(500.0)
+"""By so many tokens, and as many again as it keeps, the guess for a small set may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +63,36 @@ class FilterScratch:
     last_S: Tensor
     """int32: its id."""
     state_S: Tensor
-    partial_P2Q: Tensor
-    """int64, by pass: tokens of each part of a row, and their weight, up to each pivot."""
-    found_S: Tensor
-    candidate_S2C: Tensor
-    """int32: ranks and ids."""
+    """int64, see `sampling_ranks.STATE`."""
+    candidate_SC: Tensor
+    """int64: rank, and in the lower half id."""
+    few_SF: Tensor
+    """The same of those of them that are left when there are only few."""
     programs: int
     """How many programs share the work, about."""
+    sampled: int
+    """How many tokens of a row are looked at for a guess, about."""
 
     @classmethod
     def allocate(
-        cls, max_rows: int, device: torch.device, *, candidates: int = _CANDIDATES, programs: int | None = None
+        cls,
+        max_rows: int,
+        device: torch.device,
+        *,
+        candidates: int = _CANDIDATES,
+        programs: int | None = None,
+        sampled: int = _SAMPLED_TOKENS,
     ) -> FilterScratch:
-        """Room for `max_rows` rows. `candidates` (a power of two) and `programs` change the speed, never a result."""
-        programs = programs or 2 * num_multiprocessors(device)
+        """Room for `max_rows` rows. `candidates` (a power of two), `programs`, `sampled` change speed, no result."""
         long, short = torch.int64, torch.int32
         return cls(
             limit_S=torch.zeros(max_rows, dtype=short, device=device),
             last_S=torch.zeros(max_rows, dtype=short, device=device),
-            state_S=torch.zeros(_PASSES + 1, max_rows, _STATE.value, dtype=long, device=device),
-            partial_P2Q=torch.zeros(_PASSES, max_rows + programs, 2, _PIVOTS.value, dtype=long, device=device),
-            found_S=torch.zeros(max_rows, dtype=short, device=device),
-            candidate_S2C=torch.zeros(max_rows, 2, candidates, dtype=short, device=device),
-            programs=programs,
+            state_S=torch.zeros(max_rows, STATE.value, dtype=long, device=device),
+            candidate_SC=torch.zeros(max_rows, candidates, dtype=long, device=device),
+            few_SF=torch.zeros(max_rows, max(1, candidates // 8), dtype=long, device=device),
+            programs=programs or _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device),
+            sampled=sampled,
         )
 
 
@@ -102,130 +110,88 @@ class RowFilters:
 
 
 # hot path
-def find_boundaries(
-    logits_SV: Tensor, slot_S: Tensor, temperature_R: Tensor, filters: RowFilters, maximum_SG: Tensor, tile: int
+def collect_candidates(
+    logits_SV: Tensor,
+    slot_S: Tensor,
+    temperature_R: Tensor,
+    filters: RowFilters,
+    maximum_SG: Tensor,
+    tile: int,
+    piece_maximum_SP: Tensor,
+    piece: int,
 ) -> None:
-    """Write the boundary of each row's kept tokens into the scratch (`limit_S`, `last_S`). Never blocks.
+    """Write into the scratch what `find_boundary` needs of the rows that ask for top-k or top-p. Never blocks.
 
-    Logits of any float dtype; `maximum_SG` has the best of each `tile` (at most 4096) of them. Greedy rows keep
-    everything. A row whose best logit is not finite gets a boundary without meaning: it fails anyway.
-    Raises ValueError if V is beyond 2**18.
+    Logits of any float dtype; `maximum_SG` has the best of each `tile` of them, `piece_maximum_SP` of each `piece`. A
+    row whose best logit is not finite gets numbers without meaning: it fails anyway. Raises ValueError if V is beyond
+    2**18.
     """
     rows, vocabulary = logits_SV.shape
     if vocabulary > _MAX_VOCABULARY:
         raise ValueError(f"{vocabulary} tokens; probabilities are added up exactly up to {_MAX_VOCABULARY}")
     scratch = filters.scratch
-    tiles = cdiv(vocabulary, tile)
-    parts = max(1, min(-(-scratch.programs // rows), tiles, _MAX_PARTS))
     launch = options(logits_SV.device)
-    max_rows, max_partials = scratch.limit_S.shape[0], scratch.partial_P2Q.shape[1]
+    tiles, pieces = cdiv(vocabulary, tile), cdiv(vocabulary, piece)
     inputs = (logits_SV, slot_S, temperature_R, filters.top_k_R, filters.top_p_R, filters.min_p_R, maximum_SG)
-    search = (scratch.state_S, scratch.partial_P2Q, scratch.found_S)
-    strides = (logits_SV.stride(0), maximum_SG.stride(0), max_rows)
-    sizes = {"VOCABULARY": vocabulary, "TILE": tile, "TILES": tiles, "CANDIDATES": scratch.candidate_S2C.shape[2]}
-    shared = {**sizes, "MAX_PARTS": _MAX_PARTS, "num_warps": 8, **launch}
-    for index in range(_PASSES):
-        _narrow[(parts, rows)](*inputs, *search, *strides, max_partials, parts, index, FIRST=index == 0, **shared)
-    _collect[(parts, rows)](
-        *inputs, *search, scratch.candidate_S2C, *strides, max_partials, parts, PASSES=_PASSES, **shared
+    strides = (logits_SV.stride(0), maximum_SG.stride(0))
+    sizes = {"VOCABULARY": vocabulary, "TILES": tiles, "CANDIDATES": scratch.candidate_SC.shape[1]}
+    _bracket[(rows,)](
+        *inputs,
+        piece_maximum_SP,
+        scratch.state_S,
+        *strides,
+        piece_maximum_SP.stride(0),
+        PIECE=piece,
+        PIECES=pieces,
+        SAMPLED=max(2, next_power_of_2(min(scratch.sampled // piece, pieces) // 2 + 1)),
+        num_warps=_BRACKET_WARPS,
+        **sizes,
+        **launch,
     )
-    finish[(rows,)](
+    collect_tile = min(tile, _COLLECT_TILE)
+    collect_tiles = cdiv(vocabulary, collect_tile)
+    parts = min(cdiv(scratch.programs, rows), collect_tiles)
+    _collect[(parts, rows)](
         *inputs,
         scratch.state_S,
-        scratch.candidate_S2C,
-        scratch.limit_S,
-        scratch.last_S,
+        scratch.candidate_SC,
         *strides,
-        PASSES=_PASSES,
-        STATE=_STATE.value,
-        num_warps=8,
+        parts,
+        COLLECT_TILE=collect_tile,
+        COLLECT_TILES=collect_tiles,
+        num_warps=_COLLECT_WARPS,
         **sizes,
         **launch,
     )
 
 
 @triton.jit
-def _pick(values_Q, index):
-    """values[index]; 0 for an index of -1."""
-    return tl.sum(tl.where(tl.arange(0, _PIVOTS) == index, values_Q, 0), 0)
+def _bisected(low, high, is_less):
+    """(low, high) of the next step of a bisection; `is_less`: what the middle gives is less than wanted."""
+    middle = low + ((high - low) >> 1)
+    return tl.where(is_less, tl.minimum(middle + 1, high), low), tl.where(is_less, high, middle)
 
 
 @triton.jit
-def _pivot(i, low, high, unit, FIRST: tl.constexpr):
-    """Pivot `i` of an interval: int64. Any would do; these ones leave the boundary among few tokens soon."""
-    if FIRST:
-        # Exact up to the division, so that it does not matter where this is computed.
-        distance = tl.div_rn((i + 1).to(tl.float32) * (i + 1).to(tl.float32) * _FARTHEST_256TH, unit)
-        return tl.where(i == _PIVOTS - 1, high, tl.minimum(distance.to(tl.int32, bitcast=True).to(tl.int64), high))
-    else:  # noqa: RET505 - decided when the kernel is compiled
-        return low + (((high - low) * (i + 1)) >> 4)
-
-
-@triton.jit
-def _interval(
-    row, index, state_ptr, partial_ptr, max_rows, max_partials, parts, top_k, has_top_k, top_p, has_top_p,
-    CANDIDATES: tl.constexpr, MAX_PARTS: tl.constexpr
+def _sampled_ranks(
+    logits_ptr, first, best, temperature, VOCABULARY: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    SAMPLED: tl.constexpr
 ):  # fmt: skip
-    """What is known of a row before pass `index` (1 and more): what was known one pass ago, and what that measured.
-
-    (least rank that the boundary may have, largest, tokens below the least, their weight, what the boundary must reach,
-    whether that is a count, what has been found, tokens of the interval): int64.
-    """
-    at = state_ptr + ((index - 1) * max_rows + row) * _STATE
-    low, high = tl.load(at), tl.load(at + 1)
-    count_below, weight_below = tl.load(at + 2), tl.load(at + 3)
-    target, by_count = tl.load(at + 4), tl.load(at + 5)
-    found, size = tl.load(at + 6), tl.load(at + 7)
-    if found == SEARCHING:
-        q = tl.arange(0, _PIVOTS)
-        p = tl.arange(0, MAX_PARTS)[:, None]
-        measured = partial_ptr + ((index - 1) * max_partials + row * parts + p) * 2 * _PIVOTS + q[None, :]
-        count_Q = tl.sum(tl.load(measured, mask=(p < parts) & (q[None, :] >= 0), other=0), 0)
-        weight_Q = tl.sum(tl.load(measured + _PIVOTS, mask=(p < parts) & (q[None, :] >= 0), other=0), 0)
-        if index == 1:
-            # A top-k that drops nothing must not hide a top-p.
-            drops = has_top_k & (top_k < _pick(count_Q, _PIVOTS - 1))
-            by_count = drops.to(tl.int64)
-            target = tl.where(drops, top_k, target_mass(top_p, _pick(weight_Q, _PIVOTS - 1)))
-        cell = tl.sum(
-            (tl.where(by_count != 0, count_below + count_Q, weight_below + weight_Q) < target).to(tl.int32), 0
-        )
-        cell = tl.minimum(cell, _PIVOTS - 1)
-        high = tl.load(at + 8 + cell)
-        low = tl.load(at + 8 + cell - 1, mask=cell > 0, other=low - 1) + 1
-        count_before = _pick(count_Q, cell - 1)
-        size = _pick(count_Q, cell) - count_before
-        count_below += count_before
-        weight_below += _pick(weight_Q, cell - 1)
-        if (by_count == 0) & (has_top_p == 0):
-            found += EVERYTHING
-        elif (by_count != 0) & has_top_p:
-            # The mass of which top-p takes its part is that of all that top-k keeps.
-            if count_below + size <= CANDIDATES:
-                size += count_below
-                low *= 0
-                count_below *= 0
-                weight_below *= 0
-                found += FEW
-        elif size <= CANDIDATES:
-            found += FEW
-    return low, high, count_below, weight_below, target, by_count, found, size
+    """The ranks of the tokens of every other sampled piece, from the first or the second on."""
+    s = tl.arange(0, SAMPLED // 2) * 2 + first
+    v = (s * PIECES // SAMPLED)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    x = tl.load(logits_ptr + v, mask=v < VOCABULARY, other=float("-inf")).to(tl.float32)
+    return tl.reshape(token_ranks(x, best, temperature), [SAMPLED // 2 * PIECE])
 
 
 @triton.jit
-def _store(at, low, high, count_below, weight_below, target, by_count, found, size):
-    tl.store(at, low)
-    tl.store(at + 1, high)
-    tl.store(at + 2, count_below)
-    tl.store(at + 3, weight_below)
-    tl.store(at + 4, target)
-    tl.store(at + 5, by_count)
-    tl.store(at + 6, found)
-    tl.store(at + 7, size)
+def _weights(rank, last_rank):
+    """Relative probabilities, roughly."""
+    return tl.where(rank <= last_rank, tl.exp(-rank.to(tl.float32, bitcast=True)), 0.0)
 
 
-@kernel(do_not_specialize=["parts", "index"])
-def _narrow(
+@kernel
+def _bracket(
     logits_ptr,
     slot_ptr,
     temperature_ptr,
@@ -233,76 +199,75 @@ def _narrow(
     top_p_ptr,
     min_p_ptr,
     maximum_ptr,
+    piece_maximum_ptr,
     state_ptr,
-    partial_ptr,
-    found_ptr,
     logits_stride,
     maximum_stride,
-    max_rows,
-    max_partials,
-    parts,
-    index,
-    FIRST: tl.constexpr,
+    piece_stride,
     VOCABULARY: tl.constexpr,
-    TILE: tl.constexpr,
     TILES: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    SAMPLED: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    part = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    temperature, _is_random, top_k, has_top_k, top_p, has_top_p, last_rank, searches = parameters(
+    temperature, top_k, has_top_k, top_p, has_top_p, last_rank, searches = parameters(
         tl.load(slot_ptr + row), temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, VOCABULARY
     )
     if searches:
         best = row_best(maximum_ptr, row, maximum_stride, TILES)
-        q = tl.arange(0, _PIVOTS)
-        if FIRST:
-            nothing = last_rank * 0
-            low, high, count_below, weight_below = nothing, last_rank, nothing, nothing
-            target, by_count, found, size = nothing, nothing, nothing, nothing
-        else:
-            low, high, count_below, weight_below, target, by_count, found, size = _interval(
-                row, index, state_ptr, partial_ptr, max_rows, max_partials, parts, top_k, has_top_k, top_p, has_top_p,
-                CANDIDATES, MAX_PARTS
-            )  # fmt: skip
-        # Where top-p cuts depends on distances in units of the temperature, where top-k cuts does not.
-        unit = tl.where(has_top_k, tl.minimum(temperature, 1e30), 1.0)
-        if part == 0:
-            at = state_ptr + (index * max_rows + row) * _STATE
-            _store(at, low, high, count_below, weight_below, target, by_count, found, size)
-            tl.store(at + 8 + q, _pivot(q, low, high, unit, FIRST))
-            if FIRST:
-                tl.store(found_ptr + row, 0)
-        if found == SEARCHING:
-            data = (logits_ptr, row, logits_stride, best, temperature)
-            count_Q = tl.zeros([_PIVOTS], dtype=tl.int64)
-            weight_Q = tl.zeros([_PIVOTS], dtype=tl.int64)
-            share = (TILES + parts - 1) // parts
-            for tile in range(part * share, tl.minimum((part + 1) * share, TILES)):
-                tile_best = tl.load(maximum_ptr + row * maximum_stride + tile)
-                if token_ranks(tile_best, best, temperature) <= high:
-                    _, rank = tile_ranks(data, tile, VOCABULARY, TILE)
-                    one = tl.full([TILE], _ONE_TOKEN, dtype=tl.int64)
-                    if has_top_p:
-                        one += token_weights(rank)
-                    one = tl.where(rank >= low, one, 0)
-                    for i in tl.static_range(_PIVOTS):
-                        # `_pivot` of one number.
-                        pivot = low + (((high - low) * (i + 1)) >> 4)
-                        if FIRST and i < 15:
-                            distance = tl.div_rn(unit * 0.0 + (i + 1) * (i + 1) * _FARTHEST_256TH, unit)
-                            pivot = tl.minimum(distance.to(tl.int32, bitcast=True).to(tl.int64), high)
-                        both = tl.sum(tl.where(rank <= pivot.to(tl.int32), one, 0), 0)
-                        count_Q += tl.where(q == i, both >> _COUNT_SHIFT, 0)
-                        weight_Q += tl.where(q == i, both & (_ONE_TOKEN - 1), 0)
-            into = partial_ptr + (index * max_partials + row * parts + part) * 2 * _PIVOTS + q
-            tl.store(into, count_Q)
-            tl.store(into + _PIVOTS, weight_Q)
+        logits_ptr += row * logits_stride
+        rank = _sampled_ranks(logits_ptr, 0, best, temperature, VOCABULARY, PIECE, PIECES, SAMPLED)
+        more_rank = _sampled_ranks(logits_ptr, 1, best, temperature, VOCABULARY, PIECE, PIECES, SAMPLED)
+        each: tl.constexpr = PIECES / SAMPLED
+        count = tl.minimum(top_k, VOCABULARY).to(tl.float32)
+        if has_top_k == 0:
+            # Most of the weight is that of the pieces' best tokens, all of which are known: the sample is to tell only
+            # the rest, so that the best tokens of sampled pieces are taken off as often as these stand for others.
+            weight, more_weight = _weights(rank, last_rank), _weights(more_rank, last_rank)
+            p = tl.arange(0, triton.next_power_of_2(PIECES))
+            known = tl.load(piece_maximum_ptr + row * piece_stride + p, mask=p < PIECES, other=float("-inf"))
+            known_rank = token_ranks(known, best, temperature)
+            sample = (p * SAMPLED + (PIECES - 1)) // PIECES
+            is_sampled = (sample * PIECES // SAMPLED == p) & (sample < SAMPLED)
+            known_weight = _weights(known_rank, last_rank) * tl.where(is_sampled, 1.0 - each, 1.0)
+            target = top_p * (tl.sum(weight + more_weight, 0) * each + tl.sum(known_weight, 0))
+            low = last_rank * 0
+            high = tl.minimum(last_rank, _ZERO_FROM)
+            for _ in range(_STEPS):
+                middle = low + ((high - low) >> 1)
+                inside = tl.where(rank <= middle, weight, 0.0) + tl.where(more_rank <= middle, more_weight, 0.0)
+                reached = tl.sum(inside, 0) * each
+                reached += tl.sum(tl.where(known_rank <= middle, known_weight, 0.0), 0)
+                low, high = _bisected(low, high, reached < target)
+            sampled = (rank <= high).to(tl.int32) + (more_rank <= high).to(tl.int32)
+            count = tl.sum(sampled, 0).to(tl.float32) * each
+        # Half of the interval. With half of the candidates they would be too many if the sample is a little off.
+        half = tl.minimum(count + _MARGIN, CANDIDATES * 3 // 8)
+        # For its ends every other piece of the sample will do.
+        least = ((count - half) / (2 * each)).to(tl.int32)
+        most = ((count + half) / (2 * each)).to(tl.int32) + 1
+        low = last_rank * 0
+        low_end = last_rank
+        high = last_rank * 0
+        high_end = last_rank
+        for _ in range(_STEPS):
+            low_middle = low + ((low_end - low) >> 1)
+            high_middle = high + ((high_end - high) >> 1)
+            both = tl.sum((rank <= low_middle).to(tl.int32) + ((rank <= high_middle).to(tl.int32) << 16), 0)
+            low, low_end = _bisected(low, low_end, (both & 0xFFFF) < least)
+            high, high_end = _bisected(high, high_end, (both >> 16) < most)
+        # The mass of which top-p takes its part is that of all that top-k keeps.
+        low = tl.where((least <= 0) | (has_top_k & has_top_p), 0, low)
+        state_ptr += row * STATE
+        tl.store(state_ptr, low.to(tl.int64))
+        tl.store(state_ptr + 1, high_end.to(tl.int64))
+        tl.store(state_ptr + 2 + tl.arange(0, 4), tl.zeros([4], tl.int64))
 
 
 @kernel(do_not_specialize=["parts"])
@@ -315,20 +280,15 @@ def _collect(
     min_p_ptr,
     maximum_ptr,
     state_ptr,
-    partial_ptr,
-    found_ptr,
     candidate_ptr,
     logits_stride,
     maximum_stride,
-    max_rows,
-    max_partials,
     parts,
-    PASSES: tl.constexpr,
     VOCABULARY: tl.constexpr,
-    TILE: tl.constexpr,
     TILES: tl.constexpr,
+    COLLECT_TILE: tl.constexpr,
+    COLLECT_TILES: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     part = tl.program_id(0)
@@ -336,29 +296,60 @@ def _collect(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    temperature, _is_random, top_k, has_top_k, top_p, has_top_p, _last_rank, searches = parameters(
+    temperature, _top_k, has_top_k, _top_p, has_top_p, last_rank, searches = parameters(
         tl.load(slot_ptr + row), temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, VOCABULARY
     )
     if searches:
-        low, high, count_below, weight_below, target, by_count, found, size = _interval(
-            row, PASSES, state_ptr, partial_ptr, max_rows, max_partials, parts, top_k, has_top_k, top_p, has_top_p,
-            CANDIDATES, MAX_PARTS
-        )  # fmt: skip
-        if part == 0:
-            at = state_ptr + (PASSES * max_rows + row) * _STATE
-            _store(at, low, high, count_below, weight_below, target, by_count, found, size)
-        if found == FEW:
-            best = row_best(maximum_ptr, row, maximum_stride, TILES)
-            data = (logits_ptr, row, logits_stride, best, temperature)
-            share = (TILES + parts - 1) // parts
-            for tile in range(part * share, tl.minimum((part + 1) * share, TILES)):
-                tile_best = tl.load(maximum_ptr + row * maximum_stride + tile)
-                if token_ranks(tile_best, best, temperature) <= high:
-                    ids, rank = tile_ranks(data, tile, VOCABULARY, TILE)
-                    wanted = (rank >= low) & (rank <= high)
-                    count = tl.sum(wanted.to(tl.int32), 0)
-                    if count > 0:
-                        # In whichever order the tiles come here, they leave the same set, and no more is asked.
-                        place = tl.atomic_add(found_ptr + row, count) + tl.cumsum(wanted.to(tl.int32), 0) - 1
-                        tl.store(candidate_ptr + row * 2 * CANDIDATES + place, rank, mask=wanted)
-                        tl.store(candidate_ptr + (row * 2 + 1) * CANDIDATES + place, ids, mask=wanted)
+        best = row_best(maximum_ptr, row, maximum_stride, TILES)
+        state_ptr += row * STATE
+        candidate_ptr += row * CANDIDATES
+        low, high = tl.load(state_ptr).to(tl.int32), tl.load(state_ptr + 1).to(tl.int32)
+        has_mass = has_top_p & (has_top_k == 0)
+        is_quick = has_quick_ranks(best, temperature)
+        inverse = tl.div_rn(tl.full([], 1.0, tl.float32), temperature)
+        # Sums of each thread's 8 tokens: registers enough for ten programs on a multiprocessor.
+        WIDTH: tl.constexpr = 8
+        LANES: tl.constexpr = COLLECT_TILE // WIDTH
+        t = tl.arange(0, LANES)
+        i = tl.arange(0, WIDTH)
+        coarse_T = tl.zeros([LANES], tl.int32)
+        fine_T = tl.zeros([LANES], tl.int32)
+        coarse_below_T = tl.zeros([LANES], tl.int32)
+        fine_below_T = tl.zeros([LANES], tl.int32)
+        count_below_T = tl.zeros([LANES], tl.int32)
+        share = (COLLECT_TILES + parts - 1) // parts
+        begin = part * share
+        end = tl.minimum(begin + share, COLLECT_TILES)
+        for tile in range(begin, end):
+            v = tile * COLLECT_TILE + t[:, None] * WIDTH + i[None, :]
+            x = tl.load(logits_ptr + row * logits_stride + v, mask=v < VOCABULARY, other=float("-inf")).to(tl.float32)
+            if is_quick:  # noqa: SIM108 - not an expression in a kernel
+                rank = quick_ranks(x, best, temperature, inverse)
+            else:
+                rank = token_ranks(x, best, temperature)
+            is_below = rank < low
+            count_below_T += tl.sum(is_below.to(tl.int32), 1)
+            if has_mass:
+                coarse, fine = split_weights(rank, last_rank)
+                coarse_T += tl.sum(coarse, 1)
+                fine_T += tl.sum(fine, 1)
+                coarse_below_T += tl.sum(tl.where(is_below, coarse, 0), 1)
+                fine_below_T += tl.sum(tl.where(is_below, fine, 0), 1)
+            # In whichever order the threads come here, they leave the same set, and no more is asked.
+            is_wanted = ((rank >= low) & (rank <= high)).to(tl.int32)
+            count_T = tl.sum(is_wanted, 1)
+            taken_T = tl.atomic_add(state_ptr + 2 + t * 0, count_T.to(tl.int64), mask=count_T > 0, sem="relaxed")
+            place_T = taken_T.to(tl.int32)
+            key = (rank.to(tl.int64) << 32) | v.to(tl.int64)
+            for column in tl.static_range(WIDTH):
+                is_here_T = tl.sum(tl.where(i[None, :] == column, is_wanted, 0), 1)
+                key_T = tl.sum(tl.where(i[None, :] == column, key, 0), 1)
+                tl.store(candidate_ptr + place_T, key_T, mask=(is_here_T > 0) & (place_T < CANDIDATES))
+                place_T += is_here_T
+        if has_mass:
+            count = tl.maximum(end - begin, 0) * WIDTH
+            total = tl.sum(whole_weight(coarse_T, fine_T, count), 0)
+            below = tl.sum(whole_weight(coarse_below_T, fine_below_T, count_below_T), 0)
+            tl.atomic_add(state_ptr + 3, total, sem="relaxed")
+            tl.atomic_add(state_ptr + 4, below, sem="relaxed")
+        tl.atomic_add(state_ptr + 5, tl.sum(count_below_T, 0).to(tl.int64), sem="relaxed")

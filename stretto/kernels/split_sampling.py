@@ -18,24 +18,27 @@ from torch import Tensor
 from stretto.kernels.exchange import PeerBuffers, await_flagged, begin_call, end_call, push_flagged
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, next_power_of_2, options
-from stretto.kernels.sampling import _GREEDY_BELOW, _HIGHEST_TEMPERATURE, SampleScratch, _row_maxima, exponential
-
-_NO_ID: tl.constexpr = tl.constexpr(2147483647)
+from stretto.kernels.sampling import SampleScratch, scan
+from stretto.kernels.sampling_draw import best_draw, feed_back, first_best
+from stretto.kernels.sampling_ranks import GREEDY_BELOW, row_best
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedMaxima:
-    """What the ranks agree on before they draw, at fixed addresses."""
+    """What the ranks agree on before they draw, and what each would choose, at fixed addresses."""
 
     maximum_S: Tensor
-    """float32: the largest logit."""
-    id_S: Tensor
-    """int32: the first token that has it."""
+    """float32: the largest logit of all ranks'."""
+    own_S: Tensor
+    """float32: this rank's largest logit of a greedy row, and its best score of a random one."""
+    own_id_S: Tensor
+    """int32: the token that has it."""
 
     @classmethod
     def allocate(cls, max_rows: int, device: torch.device) -> AgreedMaxima:
         """Room for `max_rows` rows."""
         return cls(
+            torch.zeros(max_rows, dtype=torch.float32, device=device),
             torch.zeros(max_rows, dtype=torch.float32, device=device),
             torch.zeros(max_rows, dtype=torch.int32, device=device),
         )
@@ -61,77 +64,65 @@ def sample_split_rows(
     Columns behind them are padding. Every rank makes the same call, with its own ids.
     """
     rows = logits_Sv.shape[0]
-    block = scratch.block
-    blocks = cdiv(max(1, len(token_ids)), block)
-    blocks_pad = next_power_of_2(blocks)
+    blocks = cdiv(max(1, len(token_ids)), scratch.block)
     launch = options(logits_Sv.device)
-    stride = scratch.maximum_SG.stride(0)
-    _row_maxima[(blocks, rows)](
-        logits_Sv,
+    strides = (logits_Sv.stride(0), scratch.maximum_SG.stride(0))
+    inputs = (logits_Sv, slot_S, position_S, temperature_R, seed_R)
+    columns = {"FIRST_ID": token_ids.start, "VOCABULARY": len(token_ids), "BLOCK": scratch.block}
+    world = {"RANK": peers.rank, "SIZE": peers.size, "FLAGGED": peers.flagged}
+    scan[(blocks, rows)](
+        *inputs,
         scratch.maximum_SG,
-        scratch.maximum_id_SG,
-        logits_Sv.stride(0),
-        stride,
-        VOCABULARY=len(token_ids),
-        BLOCK=block,
-        num_warps=8,
+        scratch.reach_SG,
+        scratch.piece_maximum_SP,
+        *strides,
+        scratch.piece_maximum_SP.stride(0),
+        PIECE=scratch.piece,
+        GREEDY_ONLY=False,
+        FILTERED=False,
+        num_warps=4,
+        **columns,
         **launch,
     )
     _agree_on_maxima[(rows,)](
         scratch.maximum_SG,
-        scratch.maximum_id_SG,
         agreed.maximum_S,
-        agreed.id_S,
         peers.address_R,
         peers.state,
-        stride,
-        FIRST_ID=token_ids.start,
+        scratch.maximum_SG.stride(0),
         BLOCKS=blocks,
-        BLOCKS_PAD=blocks_pad,
-        RANK=peers.rank,
-        SIZE=peers.size,
-        FLAGGED=peers.flagged,
         num_warps=1,
+        **world,
         **launch,
     )
-    _draw_part[(blocks, rows)](
-        logits_Sv,
-        slot_S,
-        position_S,
-        temperature_R,
-        seed_R,
+    _choose_own[(rows,)](
+        *inputs,
+        scratch.maximum_SG,
+        scratch.reach_SG,
         agreed.maximum_S,
-        scratch.score_SG,
-        scratch.score_id_SG,
-        logits_Sv.stride(0),
-        stride,
-        FIRST_ID=token_ids.start,
-        TOKENS=len(token_ids),
-        BLOCK=block,
+        agreed.own_S,
+        agreed.own_id_S,
+        *strides,
+        BLOCKS=blocks,
+        BLOCKS_PAD=next_power_of_2(blocks),
         num_warps=8,
+        **columns,
         **launch,
     )
-    _agree_on_draws[(rows,)](
+    _agree_on_tokens[(rows,)](
         slot_S,
         position_S,
-        temperature_R,
         agreed.maximum_S,
-        agreed.id_S,
-        scratch.score_SG,
-        scratch.score_id_SG,
+        agreed.own_S,
+        agreed.own_id_S,
         token_ids_RL,
         length_R,
         tokens_S,
         peers.address_R,
         peers.state,
-        stride,
         token_ids_RL.stride(0),
-        BLOCKS=blocks,
-        BLOCKS_PAD=blocks_pad,
-        RANK=peers.rank,
-        SIZE=peers.size,
-        FLAGGED=peers.flagged,
         num_warps=1,
+        **world,
         **launch,
     )
 
@@ -162,115 +153,92 @@ def _best_of_ranks(
 @kernel
 def _agree_on_maxima(
     maximum_ptr,
-    maximum_id_ptr,
-    agreed_maximum_ptr,
-    agreed_id_ptr,
+    agreed_ptr,
     address_ptr,
     state_ptr,
     stride,
-    FIRST_ID: tl.constexpr,
     BLOCKS: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     FLAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    b = tl.arange(0, BLOCKS_PAD)
-    inside = b < BLOCKS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    value = tl.load(maximum_ptr + row * stride + b, mask=inside, other=float("-inf"))
-    ids = tl.load(maximum_id_ptr + row * stride + b, mask=inside, other=0) + FIRST_ID
-    best = tl.max(value, 0)
-    token = tl.min(tl.where((value == best) & inside, ids, _NO_ID), 0)
-    best, token = _best_of_ranks(best, token, row, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
-    tl.store(agreed_maximum_ptr + row, best)
-    tl.store(agreed_id_ptr + row, token)
+    best = row_best(maximum_ptr, row, stride, BLOCKS)
+    best, _ = _best_of_ranks(best, 0, row, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
+    tl.store(agreed_ptr + row, best)
 
 
 @kernel
-def _draw_part(
+def _choose_own(
     logits_ptr,
     slot_ptr,
     position_ptr,
     temperature_ptr,
     seed_ptr,
-    agreed_maximum_ptr,
-    score_ptr,
-    score_id_ptr,
+    maximum_ptr,
+    reach_ptr,
+    agreed_ptr,
+    own_ptr,
+    own_id_ptr,
     logits_stride,
     stride,
     FIRST_ID: tl.constexpr,
-    TOKENS: tl.constexpr,
+    VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    v = block * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.arange(0, BLOCKS_PAD)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slot_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
-    if temperature >= _GREEDY_BELOW:
-        # The scores of sampling.py's `_draw`, which must be equal to the bit.
-        best = tl.load(agreed_maximum_ptr + row)
-        x = tl.load(logits_ptr + row * logits_stride + v, mask=v < TOKENS, other=float("-inf")).to(tl.float32)
-        distance = tl.abs((best - x) * (1.0 / tl.minimum(temperature, _HIGHEST_TEMPERATURE)))
-        noise = exponential(tl.load(seed_ptr + slot), tl.load(position_ptr + row), v + FIRST_ID)
-        score = tl.exp(-distance) / noise
-        score = tl.where((v < TOKENS) & (score == score), score, -1.0)
-        top = tl.max(score, 0)
-        tl.store(score_ptr + row * stride + block, top)
-        tl.store(score_id_ptr + row * stride + block, tl.min(tl.where(score == top, v + FIRST_ID, _NO_ID), 0))
+    logits_ptr += row * logits_stride
+    if temperature >= GREEDY_BELOW:
+        reach_G = tl.load(reach_ptr + row * stride + g, mask=g < BLOCKS, other=float("-inf"))
+        token, own = best_draw(
+            logits_ptr, reach_G, tl.load(agreed_ptr + row), temperature, tl.load(seed_ptr + slot),
+            tl.load(position_ptr + row), 0, 0, False, FIRST_ID, VOCABULARY, BLOCK, BLOCKS_PAD
+        )  # fmt: skip
+    else:
+        maximum_G = tl.load(maximum_ptr + row * stride + g, mask=g < BLOCKS, other=float("-inf"))
+        own = tl.max(maximum_G, 0)
+        token = first_best(logits_ptr, maximum_G, own, FIRST_ID, VOCABULARY, BLOCK, BLOCKS, BLOCKS_PAD)
+    tl.store(own_ptr + row, own)
+    tl.store(own_id_ptr + row, token)
 
 
 @kernel
-def _agree_on_draws(
+def _agree_on_tokens(
     slot_ptr,
     position_ptr,
-    temperature_ptr,
-    agreed_maximum_ptr,
-    agreed_id_ptr,
-    score_ptr,
-    score_id_ptr,
+    agreed_ptr,
+    own_ptr,
+    own_id_ptr,
     token_ids_ptr,
     length_ptr,
     tokens_ptr,
     address_ptr,
     state_ptr,
-    stride,
     token_stride,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     FLAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    b = tl.arange(0, BLOCKS_PAD)
-    inside = b < BLOCKS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    slot = tl.load(slot_ptr + row)
-    position = tl.load(position_ptr + row)
-    # Of a greedy row these are left over from others; the exchange is made all the same, so that calls stay alike.
-    score = tl.load(score_ptr + row * stride + b, mask=inside, other=-1.0)
-    drawn = tl.load(score_id_ptr + row * stride + b, mask=inside, other=_NO_ID)
-    top = tl.max(score, 0)
-    token = tl.min(tl.where((score == top) & inside, drawn, _NO_ID), 0)
-    top, token = _best_of_ranks(top, token, row, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
-    if tl.load(temperature_ptr + slot) < _GREEDY_BELOW:
-        token = tl.load(agreed_id_ptr + row)
-    best = tl.load(agreed_maximum_ptr + row)
-    usable = (best < float("inf")) & (best > float("-inf"))
-    tl.store(tokens_ptr + row, tl.where(usable, token, -1).to(tl.int64))
-    if slot != 0:
-        tl.store(token_ids_ptr + slot * token_stride + position, tl.where(usable, token, 0).to(tl.int64))
-        tl.store(length_ptr + slot, position)
+    own, token = tl.load(own_ptr + row), tl.load(own_id_ptr + row)
+    _, token = _best_of_ranks(own, token, row, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
+    best = tl.load(agreed_ptr + row)
+    slot, position = tl.load(slot_ptr + row), tl.load(position_ptr + row)
+    feed_back(token, best, row, slot, position, token_ids_ptr, length_ptr, tokens_ptr, token_stride)

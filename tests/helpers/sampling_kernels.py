@@ -31,8 +31,9 @@ class KernelRows:
         device: torch.device,
         *,
         block: int = 4096,
-        candidates: int = 4096,
+        candidates: int = 8192,
         programs: int | None = None,
+        sampled: int = 16384,
     ) -> None:
         tensors, count = tensors_of(rows), len(rows)
         self.slot_S = torch.arange(1, count + 1, device=device)
@@ -43,7 +44,7 @@ class KernelRows:
             by_slot(tensors.top_k_S, device),
             by_slot(tensors.top_p_S, device),
             by_slot(tensors.min_p_S, device),
-            FilterScratch.allocate(count, device, candidates=candidates, programs=programs),
+            FilterScratch.allocate(count, device, candidates=candidates, programs=programs, sampled=sampled),
         )
         self.scratch = SampleScratch.allocate(count, vocabulary, device, block=block)
         self.token_ids_RL = torch.zeros(count + 1, 64, dtype=torch.int64, device=device)
