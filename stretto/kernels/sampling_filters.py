@@ -245,8 +245,8 @@ def _bracket(
                 reached = tl.sum(inside, 0) * each
                 reached += tl.sum(tl.where(known_rank <= middle, known_weight, 0.0), 0)
                 low, high = _bisected(low, high, reached < target)
-            sampled = (rank <= high).to(tl.int32) + (more_rank <= high).to(tl.int32)
-            count = tl.sum(sampled, 0).to(tl.float32) * each
+            # Counted among those that the ends are looked for in, so that what is odd about them cancels.
+            count = tl.sum((rank <= high).to(tl.int32), 0).to(tl.float32) * (2 * each)
         # Half of the interval. With half of the candidates they would be too many if the sample is a little off.
         half = tl.minimum(count + _MARGIN, CANDIDATES * 3 // 8)
         # For its ends every other piece of the sample will do.
