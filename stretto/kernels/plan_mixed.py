@@ -17,7 +17,7 @@ from stretto.kernels.decode_attention import DecodeWork, plan_decode_work
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, next_power_of_2
 from stretto.kernels.plan import PIECES, StepInputs
-from stretto.kernels.prefill_work import BLOCKS_PER_PROGRAM, PrefillWork, find_blocks, write_blocks
+from stretto.kernels.prefill_work import BLOCKS_PER_PROGRAM, PrefillWork, count_up_to, find_blocks, write_blocks
 
 if TYPE_CHECKING:  # only what they are made of matters here; the engine is above the kernels
     from stretto.engine.staging import PlanLayout
@@ -150,9 +150,8 @@ def _derive_mixed(
     if program < token_programs:
         t = program * TOKENS + tl.arange(0, TOKENS)
         inside = t < num_tokens
-        passed = (end[None, :] <= t[:, None]) & in_rows[None, :]
-        row = tl.minimum(tl.sum(passed.to(tl.int32), 1), num_rows - 1)
-        start = tl.sum(tl.where(passed, num_new[None, :], 0), 1)
+        row = tl.minimum(count_up_to(end, t, ROWS), num_rows - 1)
+        start = tl.gather(end - num_new, row, 0)
         slot = tl.load(staged_ptr + row, mask=inside, other=0).to(tl.int64)
         position = tl.load(length_ptr + slot, mask=inside, other=0) + (t - start)
         decodes = t < num_decode
@@ -187,9 +186,7 @@ def _derive_mixed(
             slot_S = tl.load(staged_ptr + row_S, mask=s_inside, other=0).to(tl.int64)
             grown = tl.load(length_ptr + slot_S, mask=s_inside, other=0)
             grown += tl.load(staged_ptr + num_rows + row_S, mask=s_inside, other=0)
-            up_to = b[None, :] <= row_S[:, None]
-            last = tl.sum(tl.where(up_to, num_new[None, :], 0), 1) - 1
-            last = tl.where(s_inside, last, 0)
+            last = tl.where(s_inside, tl.gather(end, row_S, 0) - 1, 0)
             tl.store(slot_S_ptr + b, slot_S, mask=b < max_rows)
             tl.store(position_S_ptr + b, grown, mask=b < max_rows)
             tl.store(last_token_ptr + b, last.to(tl.int64), mask=b < max_rows)

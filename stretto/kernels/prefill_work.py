@@ -48,6 +48,21 @@ class PrefillWork:
 
 
 @triton.jit
+def count_up_to(ascending, x, COUNT: tl.constexpr):
+    """How many of `ascending` [COUNT], a power of two, are at most `x`, for every x; COUNT - 1 where all are.
+
+    By bisection: to compare each with each takes thousands of registers, and what does not fit into them costs a GPU
+    gigabytes, as the driver sets it aside for every thread that could run.
+    """
+    found = x * 0
+    for level in tl.static_range(1, 32):
+        if COUNT >> level > 0:
+            further = found + (COUNT >> level)
+            found = tl.where(tl.gather(ascending, further - 1, 0) <= x, further, found)
+    return found
+
+
+@triton.jit
 def find_blocks(num_new, first_chunk, num_rows, part, block_q, ROWS: tl.constexpr, PART: tl.constexpr):
     """(record, whether there is such a block, its row, its first query in the row, where the row begins in T), each
     [PART], of program `part` = 0, 1, ...; and the number of all blocks.
@@ -58,10 +73,9 @@ def find_blocks(num_new, first_chunk, num_rows, part, block_q, ROWS: tl.constexp
     blocks = (tl.where(b < first_chunk, 0, num_new) + block_q - 1) // block_q
     end = tl.cumsum(blocks, 0)
     record = part * PART + tl.arange(0, PART)
-    passed = (end[None, :] <= record[:, None]) & (b < num_rows)[None, :]
-    row = tl.minimum(tl.sum(passed.to(tl.int32), 1), num_rows - 1)
-    first = (record - tl.sum(tl.where(passed, blocks[None, :], 0), 1)) * block_q
-    start = tl.sum(tl.where(passed, num_new[None, :], 0), 1)
+    row = tl.minimum(count_up_to(end, record, ROWS), num_rows - 1)
+    first = (record - tl.gather(end - blocks, row, 0)) * block_q
+    start = tl.gather(tl.cumsum(num_new, 0) - num_new, row, 0)
     total = tl.sum(blocks, 0)
     return record, record < total, row, first, start, total
 
