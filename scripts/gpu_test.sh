@@ -12,7 +12,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # so many processes have no cores
 gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')"
 [ "$gpus" -gt 0 ] || { echo "no CUDA GPU: nothing to test here" >&2; exit 1; }
 visible="${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}"
-most=$((14 * gpus < $(nproc) ? 14 * gpus : $(nproc)))
+cores="$(env -u OMP_NUM_THREADS nproc)" # nproc takes that variable for the number of cores
+most=$((14 * gpus < cores ? 14 * gpus : cores))
 workers="${GPU_TEST_WORKERS:-$most}"
 # Tests that judge how busy a GPU is have one to themselves, those of several GPUs run a few at once, on a machine that
 # does nothing else. All others are dealt out to the GPUs one by one, those first that took longest in the last report.
@@ -44,5 +45,5 @@ run() { # NAME OPTIONS...; pytest's status 2: it was stopped
 }
 run together -n "$workers" --maxschedchunk 1 --share-gpus "$visible" --slow-first benchmarks/results/gpu_tests.json \
   "${others[@]}" "$@"
-run busy -n $((8 * gpus <= $(nproc) ? gpus : 1)) --share-gpus "$visible" "$busy" "$@"
+run busy -n $((8 * gpus <= cores ? gpus : 1)) --share-gpus "$visible" "$busy" "$@"
 run several -n 4 "$several" "$@"

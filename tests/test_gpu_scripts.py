@@ -175,6 +175,11 @@ def test_the_script_runs_every_file_once_on_all_gpus(tmp_path: Path) -> None:
     assert marked | kernels <= set(named)
 
 
+def test_workers_are_as_many_as_cores_whatever_openmp_may_use(tmp_path: Path) -> None:
+    _, _, calls = run_script(tmp_path, OMP_NUM_THREADS="64")
+    assert f" -n {min(2 * 14, len(os.sched_getaffinity(0)))} " in calls[0]
+
+
 def test_a_script_that_was_stopped_reports_and_goes_no_further(tmp_path: Path) -> None:
     status, report, calls = run_script(tmp_path, stopped="yes")
     assert status == 2
