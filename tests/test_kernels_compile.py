@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,3 +26,7 @@ def test_every_kernel_compiles() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "_decode_attention" in done.stdout
+    # What exceeds 1 KB, the driver sets aside for every thread that a GPU can run: 10 KB are 2.3 GiB of an H200.
+    stacks = json.loads(done.stdout.rpartition("stack:")[2])
+    assert len(stacks) > 20
+    assert {name: size for name, size in stacks.items() if size > 1024} == {}

@@ -6,7 +6,12 @@ functions are called on CPU tensors, with the launch replaced by a compilation.
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +29,9 @@ _POINTERS = {
     torch.int64: "*i64",
 }
 compiled: dict[str, Any] = {}
+stack_bytes: dict[str, int] = {}
+"""Of each kernel, the most that a thread of one of its binaries needs beside its registers."""
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -50,7 +58,18 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
             if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
-    compiled[self.__name__] = triton.compile(source, target=TARGET, options=options)
+    binary = compiled[self.__name__] = triton.compile(source, target=TARGET, options=options)
+    stack_bytes[self.__name__] = max(_stack_bytes(binary.asm["cubin"]), stack_bytes.get(self.__name__, 0))
+
+
+def _stack_bytes(cubin: bytes) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        used = subprocess.run(
+            [_CUOBJDUMP, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    return max(int(found) for found in re.findall(r"STACK:(\d+)", used))
 
 
 def compile_all() -> None:
@@ -135,24 +154,27 @@ def compile_all() -> None:
     filters = sampling_filters.RowFilters(longs(9), floats, floats, found)
     sampling.sample_rows(logits, *rows, filters=filters)
     sampling.mask_stop_ids(logits, longs(3), longs(3), longs(9), longs(9, 16))
-    _compile_plan(plan, plan_mixed, work, blocks)
+    for rows in (4, 1024):
+        _compile_plan(rows, plan, plan_mixed, work, blocks)
 
 
-def _compile_plan(plan: Any, plan_mixed: Any, work: Any, blocks: Any) -> None:
+def _compile_plan(rows: int, plan: Any, plan_mixed: Any, work: Any, blocks: Any) -> None:
     from stretto.config import SchedulerConfig
     from stretto.engine.staging import PlanLayout
     from stretto.engine.tables import DeviceTables
 
-    config = SchedulerConfig(max_num_seqs=4, max_model_len=64, num_pages=64, vocab_size=9)
+    config = SchedulerConfig(
+        max_num_seqs=rows, max_num_batched_tokens=2048, max_model_len=64, num_pages=64, vocab_size=9
+    )
     tables = DeviceTables(config, torch.device("cpu"))
-    inputs = plan.StepInputs.allocate(4, 64, torch.device("cpu"))
+    inputs = plan.StepInputs.allocate(rows, 64, torch.device("cpu"))
     layout = PlanLayout(3, 2, 1, 1, 20, config.max_stop_ids)
     staged = torch.zeros(layout.num_words, dtype=torch.int32)
     plan.apply_plan(staged, layout, tables, inputs)
     plan_mixed.derive_mixed(staged, layout, 1, 32, 16, tables, inputs, work, 8, blocks)
     table = torch.zeros(9, 1024, dtype=torch.bfloat16)
     for first_id in (9, None):  # a rank's part of the table, and all of it
-        plan.derive_decode(4, 16, tables, inputs, work, 8, table, table.new_zeros(4, 1024), first_id)
+        plan.derive_decode(rows, 16, tables, inputs, work, 8, table, table.new_zeros(rows, 1024), first_id)
 
 
 if __name__ == "__main__":
@@ -160,3 +182,4 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         print(compiled[name].asm["ttgir"])
     print(len(compiled), "kernels:", ", ".join(sorted(compiled)))
+    print("stack:", json.dumps(stack_bytes))
