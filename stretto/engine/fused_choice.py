@@ -35,7 +35,15 @@ class FusedChoice:
         config, device, tables = parts.config, parts.tables.length_R.device, parts.tables
         self._parts = parts
         self._model = model
-        self._scratch = SampleScratch.allocate(config.max_rows, model.config.vocab_size, device)
+        self._tables = (
+            tables.temperature_R,
+            tables.seed_R,
+            tables.token_ids_RL,
+            tables.length_R,
+            parts.sampled.tokens_S,
+            SampleScratch.allocate(config.max_rows, model.config.vocab_size, device),
+        )
+        """What sampling reads and writes beside the step's rows, whichever ranks have their logits."""
         found = FilterScratch.allocate(config.max_rows, device)
         self._filters = RowFilters(tables.top_k_R, tables.top_p_R, tables.min_p_R, found)
         self._agreed = AgreedMaxima.allocate(config.max_rows, device)
@@ -80,39 +88,14 @@ class FusedChoice:
             )
 
     def _sample(self, logits_SV: Tensor, slot_S: Tensor, position_S: Tensor, *, filters: bool) -> None:
-        tables = self._parts.tables
-        sample_rows(
-            logits_SV,
-            slot_S,
-            position_S,
-            tables.temperature_R,
-            tables.seed_R,
-            tables.token_ids_RL,
-            tables.length_R,
-            self._parts.sampled.tokens_S,
-            self._scratch,
-            filters=self._filters if filters else None,
-        )
+        sample_rows(logits_SV, slot_S, position_S, *self._tables, filters=self._filters if filters else None)
 
     def _sample_split(
         self, residual_SD: Tensor, update_SD: Tensor | None, slot_S: Tensor, position_S: Tensor
     ) -> Tensor:
         """Sample rows without filters from this rank's part of their logits, which it returns, and the others'."""
         assert self._peers is not None
-        model, tables = self._model, self._parts.tables
+        model = self._model
         logits_Sv = model.own_logits(residual_SD, update_SD)
-        sample_split_rows(
-            logits_Sv,
-            model.token_ids,
-            slot_S,
-            position_S,
-            tables.temperature_R,
-            tables.seed_R,
-            tables.token_ids_RL,
-            tables.length_R,
-            self._parts.sampled.tokens_S,
-            self._scratch,
-            self._agreed,
-            self._peers,
-        )
+        sample_split_rows(logits_Sv, model.token_ids, slot_S, position_S, *self._tables, self._agreed, self._peers)
         return logits_Sv
