@@ -92,7 +92,7 @@ def test_a_run_that_was_killed_tells_what_ran_and_what_did_not(tmp_path: Path) -
     (tmp_path / "test_long.py").write_text(
         "import pytest, time\n@pytest.mark.parametrize('s', [0, 0, 0, 60, 0])\ndef test_sleeps(s): time.sleep(s)\n"
     )
-    (tmp_path / "busy.jsonl").touch()
+    (tmp_path / "alone.jsonl").touch()
     with subprocess.Popen(
         command(tmp_path, "-n", "1"), env=environment(), cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True
     ) as process:
@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_tells_what_ran_and_what_did_not(tmp_path: Path) -
     assert not report["complete"]
     assert report["total"] == {"passed": 3}
     assert report["not_run"] == ["test_long.py::test_sleeps[60]", "test_long.py::test_sleeps[0_3]"]
-    assert report["runs_not_begun"] == ["busy"]
+    assert report["runs_not_begun"] == ["alone"]
     assert "NOT RUN 2 of test_long.py" in told
 
 
@@ -163,10 +163,10 @@ def run_script(folder: Path, *, stopped: str = "", **environ: str) -> tuple[int,
 def test_the_script_runs_every_file_once_on_all_gpus(tmp_path: Path) -> None:
     status, report, calls = run_script(tmp_path, CUDA_VISIBLE_DEVICES="2,5", GPU_TEST_WORKERS="9")
     assert (status, report["complete"], report["total"]) == (0, True, {"passed": 3})
-    together, busy, several = calls
+    together, alone, several = calls
     assert " -n 9 " in together
     assert " --share-gpus 2,5 " in together
-    assert " --share-gpus 2,5 tests/gpu/test_overlap_gates_gpu.py --noconftest" in busy
+    assert " --share-gpus 2,5 tests/gpu/test_overlap_gates_gpu.py tests/gpu/test_memory_gpu.py --noconftest" in alone
     assert " -n 4 tests/gpu/test_tp_gpu.py --noconftest" in several
     named = [word for call in calls for word in call.split() if word.startswith("tests/")]
     marked = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if MARK in path.read_text()}
@@ -184,5 +184,5 @@ def test_a_script_that_was_stopped_reports_and_goes_no_further(tmp_path: Path) -
     status, report, calls = run_script(tmp_path, stopped="yes")
     assert status == 2
     assert len(calls) == 1
-    assert (report["complete"], report["runs_not_begun"]) == (False, ["busy", "several"])
+    assert (report["complete"], report["runs_not_begun"]) == (False, ["alone", "several"])
     assert report["not_run"] == ["tests/test_of_together.jsonl::test"]
