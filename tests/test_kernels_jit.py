@@ -60,7 +60,7 @@ def test_the_second_launch_goes_straight_to_the_binary(acted: Acted) -> None:
     assert acted.compiled == 1
     number, grid, x, *rest = acted.launches[0]
     assert (number, grid) == (1, (4, 2, 1))
-    assert x is X
+    assert x == X.data_ptr()
     assert rest == [6, 48, 0.7, 16, False]  # constants that were not given have their defaults
 
 
@@ -99,11 +99,20 @@ def test_constants_by_place_are_told_apart(acted: Acted) -> None:
     assert acted.compiled == 2
 
 
-def test_descriptors_are_left_to_triton(acted: Acted) -> None:
+def test_descriptors_differ_in_dtype_and_block(acted: Acted) -> None:
     add = jit.Kernel(_add)
-    for _ in range(2):
-        add[(1,)](TensorDescriptor(X, [64], [1], [16]), 5, 32, 0.5, BLOCK=16)
-    assert (acted.compiled, acted.launches) == (2, [])
+
+    def launch(x: torch.Tensor, length: int, block: int) -> None:
+        add[(1,)](TensorDescriptor(x, [length], [1], [block]), 5, 32, 0.5, BLOCK=16)
+
+    launch(X, 64, 16)
+    launch(X[4:], 32, 16)
+    assert acted.compiled == 1
+    descriptor = acted.launches[0][2]
+    assert (descriptor.base.data_ptr(), descriptor.shape) == (X[4:].data_ptr(), [32])  # type: ignore[attr-defined]
+    launch(X, 64, 32)
+    launch(X.to(torch.bfloat16), 64, 16)
+    assert acted.compiled == 3
 
 
 def test_another_device_has_its_own_binary(acted: Acted, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.kernels.launch import INTERPRETED
 
@@ -25,7 +26,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
     """A kernel whose repeated launches cost a few microseconds of the host.
 
     Launched as Triton's are, `kernel[grid](*args, **constants)`: tensors and numbers by place, constants and launch
-    options by name. `grid` is a tuple. With a tensor descriptor among the arguments, Triton's own launch is used.
+    options by name. `grid` is a tuple. That tensors are on the device is checked in the first launch of a kind only.
     """
 
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
@@ -38,26 +39,30 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
         if warmup or not _QUICK:
             return super().run(*args, grid=grid, warmup=warmup, **constants)
         device = torch._C._cuda_getDevice()
-        # What a binary depends on, as Triton specialises it.
+        # What a binary depends on, as Triton specialises it; and the arguments as they are launched: tensors as their
+        # addresses, of which Triton's launcher would ask the driver one by one.
         kinds: list[object] = [device, tuple(constants), *constants.values()]
+        launched: list[object] = []
         for value, (constant, specialized) in zip(args, self._parameters, strict=False):
             if isinstance(value, torch.Tensor):
+                address = value.data_ptr()
                 kinds.append(value.dtype)
-                kinds.append(value.data_ptr() & 15)
-            elif type(value) is int and not constant:
+                kinds.append(address & 15)
+                launched.append(address)
+                continue
+            launched.append(value)
+            if type(value) is int and not constant:
                 kinds.append(-(2**31) <= value < 2**31)
                 if specialized:
                     kinds.append(-1 if value == 1 else value & 15)
+            elif isinstance(value, TensorDescriptor):
+                kinds.append((value.base.dtype, *value.block_shape))
             elif type(value) is not float or constant:
                 kinds.append(value)
         key = tuple(kinds)
-        try:
-            binary = self._binaries.get(key)
-        except TypeError:  # an argument that nothing is known of here, a tensor descriptor say
-            return super().run(*args, grid=grid, warmup=False, **constants)
+        binary = self._binaries.get(key)
         if binary is None:
-            given = dict(constants)  # Triton adds to what it gets
-            compiled = super().run(*args, grid=grid, warmup=False, **given)
+            compiled = super().run(*args, grid=grid, warmup=False, **dict(constants))  # it adds to what it gets
             if compiled is not None:
                 rest = tuple(constants.get(p.name, p.default) for p in self.params[len(args) :])
                 self._binaries[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
@@ -65,7 +70,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
         run, function, metadata, rest = binary
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
-        run(x, y, z, stream, function, metadata, None, None, None, *args, *rest)
+        run(x, y, z, stream, function, metadata, None, None, None, *launched, *rest)
         return None
 
 
