@@ -61,7 +61,9 @@ class Admission:
         ids, is_list = _array_of(prompt_ids), isinstance(prompt_ids, (list, tuple))
         is_flat = ids.ndim == 1 and (not len(ids) or np.issubdtype(ids.dtype, np.integer))
         # Only what is 0 or 1 can have been a bool.
-        if not is_flat or (is_list and (ids <= 1).any() and bool in map(type, prompt_ids)):
+        if not is_flat or (
+            is_list and any(type(prompt_ids[index]) is bool for index in np.flatnonzero(ids <= 1).tolist())
+        ):
             raise InvalidRequest(f"prompt token ids must be a flat list of whole numbers below {config.vocab_size}")
         if len(ids) == 0:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
