@@ -141,8 +141,8 @@ class FusedDecoder:
     def warm_up(self, max_tokens: int) -> None:
         """Compile what steps of up to `max_tokens` tokens launch only if they are large. Blocks."""
         if max_tokens >= gated_matmul.LEAST_ROWS:
-            x_TD = torch.zeros(gated_matmul.LEAST_ROWS, self.config.hidden_size, dtype=self.dtype)
-            self._gated(x_TD.to(self.embedding_VD.device), self._layers[0].gate_up)
+            x_TD = self.embedding_VD.new_zeros(gated_matmul.LEAST_ROWS, self.config.hidden_size)
+            self._gated(x_TD, self._layers[0].gate_up)
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """residual_TD of token ids, a fresh tensor. hot path"""
