@@ -16,8 +16,6 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.attention.base import AttentionInputs, AttentionShape, IntArray
 from stretto.errors import NotSupported
@@ -270,8 +268,9 @@ class TritonPagedAttention:
         length = step.longest_chunk
         if step.uniform and length >= CUDNN_LEAST and length % CUDNN_MULTIPLE == 0:
             q, k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                o_BNtH = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.shape.scale, enable_gqa=True)
+            # What `scaled_dot_product_attention` calls; choosing it there takes the host longer than the call.
+            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+            o_BNtH: Tensor = cudnn(q, k, v, None, False, 0.0, True, False, scale=self.shape.scale)[0]
             return o_BNtH.transpose(1, 2).flatten(0, 1)
         out: Tensor = torch.ops.aten._flash_attention_forward(
             q_TNH,
