@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, dot_precision, next_power_of_2, num_multiprocessors, options
-from stretto.kernels.prefill_attention import attend_block
+from stretto.kernels.prefill_attention import attend_blocks, pages_of_block
 
 PART_TOKENS = 512
 _TILE_ROWS = 64
@@ -136,13 +136,13 @@ def invariant_attention(
 
 
 @triton.jit
-def _merge(acc, top, total, part_acc, part_top, part_total):
+def _merge(top, total, acc, part_top, part_total, part_acc):
     """The state of two neighbouring ranges of keys. Written so that there is one way to compute it."""
     new_top = tl.maximum(top, part_top)
     before = tl.exp2(top - new_top)
     here = tl.exp2(part_top - new_top)
     acc = tl.fma(part_acc, tl.broadcast_to(here[:, None], part_acc.shape), acc * before[:, None])
-    return acc, new_top, tl.fma(part_total, here, total * before)
+    return new_top, tl.fma(part_total, here, total * before), acc
 
 
 @triton.jit
@@ -158,48 +158,43 @@ def _attend_part(
     page_stride,
     scale,
     DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PART_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The state (results not normalised yet, maximum, sum) of a tile `q` after part `part` of the keys alone.
+    """The state (maximum, sum, results not normalised yet) of a tile `q` after part `part` of the keys alone.
 
     `blocks`: how many blocks of keys the tile sees at most.
     """
-    acc = tl.zeros(q.shape, tl.float32)
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
     first = part * PART_BLOCKS
-    token = first * BLOCK_K + tl.arange(0, BLOCK_K)
-    page = tl.load(table + token // PAGE, mask=token < context, other=0)
+    page = pages_of_block(table, first, context, PAGE, BLOCK_K)
     # All blocks masked: in a second loop for whole ones the compiler could join other pairs of operations.
-    for block in range(first, tl.minimum(first + PART_BLOCKS, blocks)):
-        following = (block + 1) * BLOCK_K + tl.arange(0, BLOCK_K)
-        next_page = tl.load(table + following // PAGE, mask=following < context, other=0)
-        acc, top, total = attend_block(
-            q,
-            acc,
-            top,
-            total,
-            head_keys,
-            head_values,
-            page,
-            block,
-            context,
-            position,
-            page_stride,
-            scale,
-            MASKED=True,
-            DIM=DIM,
-            DIM_PAD=DIM_PAD,
-            PAGE=PAGE,
-            BLOCK_K=BLOCK_K,
-            PRECISION=PRECISION,
-        )
-        page = next_page
-    return acc, top, total
+    top, total, acc, _ = attend_blocks(
+        q,
+        top,
+        total,
+        acc,
+        page,
+        first,
+        tl.minimum(first + PART_BLOCKS, blocks),
+        context,
+        position,
+        head_keys,
+        head_values,
+        table,
+        page_stride,
+        scale,
+        MASKED=True,
+        DIM=DIM,
+        PAGE=PAGE,
+        BLOCK_K=BLOCK_K,
+        PRECISION=PRECISION,
+    )
+    return top, total, acc
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -277,7 +272,7 @@ def _invariant_attention(
             first_part = tl.program_id(2)
         if first_part * PART_BLOCKS < blocks:
             q = tl.load(q_ptr + (start + query)[:, None] * q_stride + head_at, mask=inside, other=0.0)
-            acc, top, total = _attend_part(
+            top, total, acc = _attend_part(
                 q,
                 head_keys,
                 head_values,
@@ -289,7 +284,6 @@ def _invariant_attention(
                 page_stride,
                 scale,
                 DIM=DIM,
-                DIM_PAD=DIM_PAD,
                 PAGE=PAGE,
                 BLOCK_K=BLOCK_K,
                 PART_BLOCKS=PART_BLOCKS,
@@ -298,7 +292,7 @@ def _invariant_attention(
             place = out_ptr + (start + query)[:, None] * out_stride + head_at
             if not PARALLEL:
                 for part in range(1, parts):
-                    part_acc, part_top, part_total = _attend_part(
+                    part_top, part_total, part_acc = _attend_part(
                         q,
                         head_keys,
                         head_values,
@@ -310,7 +304,6 @@ def _invariant_attention(
                         page_stride,
                         scale,
                         DIM=DIM,
-                        DIM_PAD=DIM_PAD,
                         PAGE=PAGE,
                         BLOCK_K=BLOCK_K,
                         PART_BLOCKS=PART_BLOCKS,
@@ -318,7 +311,7 @@ def _invariant_attention(
                     )
                     # A query that lies before this part has made no number of it.
                     reaches = position >= part * (PART_BLOCKS * BLOCK_K)
-                    both_acc, both_top, both_total = _merge(acc, top, total, part_acc, part_top, part_total)
+                    both_top, both_total, both_acc = _merge(top, total, acc, part_top, part_total, part_acc)
                     acc = tl.where(reaches[:, None], both_acc, acc)
                     top = tl.where(reaches, both_top, top)
                     total = tl.where(reaches, both_total, total)
@@ -348,6 +341,6 @@ def _invariant_attention(
                         )
                         part_top = tl.load(state_ptr + at * 2, mask=is_head, other=0.0, cache_modifier=".cg")
                         part_total = tl.load(state_ptr + at * 2 + 1, mask=is_head, other=1.0, cache_modifier=".cg")
-                        acc, top, total = _merge(acc, top, total, part_acc, part_top, part_total)
+                        top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
                     tl.store(place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
                     tl.store(arrived_ptr + row * KV_HEADS + kv_head, 0)

@@ -115,47 +115,62 @@ def prefill_attention(
 
 
 @triton.jit
-def attend_block(
+def pages_of_block(table, block, context, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The page of each key of block `block`; 0 from token `context` on."""
+    token = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    return tl.load(table + token // PAGE, mask=token < context, other=0)
+
+
+@triton.jit
+def attend_blocks(
     q,
-    acc,
     top,
     total,
-    head_keys,
-    head_values,
+    acc,
     page,
-    block,
+    first,
+    last,
     context,
     position,
+    head_keys,
+    head_values,
+    table,
     page_stride,
     scale,
     MASKED: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The softmax's state (results not normalised yet, maximum, sum) after block `block` of the keys, in `page`.
+    """The softmax's state (maximum, sum, results not normalised yet) after blocks `first` to `last` - 1 of the keys.
 
-    Tokens from `context` on do not count, where MASKED, nor those behind a query's `position`.
+    `page`: `pages_of_block` of block `first`; those of block `last` are returned behind the state. Tokens from
+    `context` on do not count, where MASKED, nor those behind a query's `position`.
     """
-    d = tl.arange(0, DIM_PAD)
-    token = block * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (d < DIM)[None, :] & (token >= 0)[:, None]
-    if MASKED:
-        inside = (token < context)[:, None] & (d < DIM)[None, :]
-    place = (page.to(tl.int64) * page_stride + (token % PAGE) * DIM)[:, None] + d[None, :]
-    k = tl.load(head_keys + place, mask=inside, other=0.0)
-    v = tl.load(head_values + place, mask=inside, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if MASKED:
-        scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, new_top, total
+    d = tl.arange(0, q.shape[1])
+    for block in range(first, last):
+        # Pages are looked up a block ahead. Within a block, keys would be asked for once their pages have come, and
+        # then waited for at once.
+        next_page = pages_of_block(table, block + 1, context, PAGE, BLOCK_K)
+        token = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = (d < DIM)[None, :] & (token >= 0)[:, None]
+        if MASKED:
+            inside = (token < context)[:, None] & (d < DIM)[None, :]
+        place = (page.to(tl.int64) * page_stride + (token % PAGE) * DIM)[:, None] + d[None, :]
+        k = tl.load(head_keys + place, mask=inside, other=0.0)
+        v = tl.load(head_values + place, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if MASKED:
+            scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+        page = next_page
+    return top, total, acc, page
 
 
 @kernel
@@ -207,58 +222,49 @@ def _prefill_attention(
         whole = (first_position + 1) // BLOCK_K
         seen = first_position + count
         last = (seen + BLOCK_K - 1) // BLOCK_K
-        # Pages are looked up a block ahead. Within a block, keys would be asked for once their pages have come, and
-        # then waited for at once.
-        token = tl.arange(0, BLOCK_K)
-        page = tl.load(table + token // PAGE, mask=token < seen, other=0)
-        for block in range(whole):
-            following = (block + 1) * BLOCK_K + token
-            next_page = tl.load(table + following // PAGE, mask=following < seen, other=0)
-            acc, top, total = attend_block(
-                q,
-                acc,
-                top,
-                total,
-                head_keys,
-                head_values,
-                page,
-                block,
-                seen,
-                position,
-                page_stride,
-                scale,
-                MASKED=False,
-                DIM=DIM,
-                DIM_PAD=DIM_PAD,
-                PAGE=PAGE,
-                BLOCK_K=BLOCK_K,
-                PRECISION=PRECISION,
-            )
-            page = next_page
-        for block in range(whole, last):
-            following = (block + 1) * BLOCK_K + token
-            next_page = tl.load(table + following // PAGE, mask=following < seen, other=0)
-            acc, top, total = attend_block(
-                q,
-                acc,
-                top,
-                total,
-                head_keys,
-                head_values,
-                page,
-                block,
-                seen,
-                position,
-                page_stride,
-                scale,
-                MASKED=True,
-                DIM=DIM,
-                DIM_PAD=DIM_PAD,
-                PAGE=PAGE,
-                BLOCK_K=BLOCK_K,
-                PRECISION=PRECISION,
-            )
-            page = next_page
+        page = pages_of_block(table, 0, seen, PAGE, BLOCK_K)
+        top, total, acc, page = attend_blocks(
+            q,
+            top,
+            total,
+            acc,
+            page,
+            0,
+            whole,
+            seen,
+            position,
+            head_keys,
+            head_values,
+            table,
+            page_stride,
+            scale,
+            MASKED=False,
+            DIM=DIM,
+            PAGE=PAGE,
+            BLOCK_K=BLOCK_K,
+            PRECISION=PRECISION,
+        )
+        top, total, acc, _ = attend_blocks(
+            q,
+            top,
+            total,
+            acc,
+            page,
+            whole,
+            last,
+            seen,
+            position,
+            head_keys,
+            head_values,
+            table,
+            page_stride,
+            scale,
+            MASKED=True,
+            DIM=DIM,
+            PAGE=PAGE,
+            BLOCK_K=BLOCK_K,
+            PRECISION=PRECISION,
+        )
         o = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         tl.store(
             out_ptr + token_row * out_stride + head * DIM + d[None, :], o.to(out_ptr.dtype.element_ty), mask=inside
