@@ -7,9 +7,12 @@ import pty
 import select
 import subprocess
 import sys
+import termios
 import time
+import tty
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,15 +44,9 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def press_until(self, key: str, text: str) -> None:
-        """Press until `text` appears: Python's readline misses a signal that comes just before it starts to wait."""
-        for _ in range(int(PATIENCE_SECONDS)):
-            self.type(key)
-            try:
-                return self.wait_for(text, 1.0)
-            except TimeoutError:
-                continue
-        raise TimeoutError(f"{text!r} did not appear")
+    def modes(self) -> list[Any]:
+        """As `termios.tcgetattr` gives them."""
+        return termios.tcgetattr(self._fd)
 
     def wait_for(self, text: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until `text` appears after what was waited for before."""
@@ -102,12 +99,22 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(chat: Terminal) -> None:
     chat.wait_for("/reset  forget the conversation")
     chat.wait_for("> ")
     chat.type("half a mess")
-    chat.press_until("\x03", "(/quit or Ctrl-D leaves)")
+    chat.type("\x03")
+    chat.wait_for("(/quit or Ctrl-D leaves)")
     chat.type("/reset\n")
     chat.wait_for("(conversation forgotten)")
     chat.wait_for("> ")
     chat.type("\x04")
     assert chat.process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_prompt_keeps_unread_keys_when_ctrl_c_comes_and_restores_the_terminal(chat: Terminal) -> None:
+    before = chat.modes()
+    chat.wait_for("> ")
+    assert chat.modes()[tty.LFLAG] & termios.NOFLSH
+    chat.type("/quit\n")
+    assert chat.process.wait(PATIENCE_SECONDS) == 0
+    assert chat.modes() == before
 
 
 def test_quit_leaves(chat: Terminal) -> None:

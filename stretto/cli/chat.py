@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from contextlib import closing
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from stretto.cli import options as o
@@ -22,6 +26,7 @@ _HELP = """\
 /help   this list
 /quit   leave (also Ctrl-D)
 Ctrl-C stops an answer."""
+_HEARD_WITHIN_S = 0.1
 
 
 @engine_command(seed=None, max_num_seqs=1)
@@ -92,7 +97,8 @@ class Conversation:
         while True:
             try:
                 if self._interactive:
-                    return input("> ")
+                    with _hearing_ctrl_c(sys.stdin.fileno()):
+                        return input("> ")
                 return read_stdin_line()
             except EOFError:
                 print()
@@ -153,3 +159,25 @@ class Conversation:
             end=end,
             file=sys.stdout if self._interactive else sys.stderr,
         )
+
+
+@contextmanager
+def _hearing_ctrl_c(terminal: int) -> Iterator[None]:
+    """A terminal at which `input` obeys each Ctrl-C, within `_HEARD_WITHIN_S`.
+
+    By itself it obeys one only while it waits for a key in select(), not while readline reads that key afterwards. And
+    a Ctrl-C drops the terminal's unread keys: readline could wait for the one that select() saw, deaf to each further
+    Ctrl-C. So the keys are kept here, and a timer ends select(), for a Ctrl-C that came before it.
+    """
+    modes = termios.tcgetattr(terminal)
+    keeping = list(modes)
+    keeping[tty.LFLAG] |= termios.NOFLSH
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, keeping)
+        signal.setitimer(signal.ITIMER_REAL, _HEARD_WITHIN_S, _HEARD_WITHIN_S)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with suppress(termios.error):  # the terminal is gone, as the input says too
+            termios.tcsetattr(terminal, termios.TCSADRAIN, modes)
