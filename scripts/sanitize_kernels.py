@@ -194,7 +194,7 @@ def prompts() -> None:
         pages = Pages.scattered([1, 65, 70, 17], kv_heads, dim, size)
         ends = longs([1, 66, 136, 140])
         q, out = low(140, heads, dim), low(140, heads, dim)
-        for block_q in query_blocks(dim):
+        for block_q in query_blocks(dim, heads // kv_heads):
             work = PrefillWork.allocate(140, 4, block_q, DEVICE)
             plan_prefill(pages.slots, pages.lengths, ends, 4, 1, work)
             prefill_attention(q, *pages.cache, pages.table, work, 3, 0.3, out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from stretto.assembly import assemble
 from stretto.config import EngineConfig
+from stretto.engine import prompt_graphs
 from stretto.engine.fused_runner import FusedRunner
-from stretto.engine.graphs import NUM_KINDS, StepGraphs
+from stretto.engine.graphs import NUM_KINDS, StepGraphs, token_ladder
 from stretto.engine.prompt_graphs import PromptGraphs
 from stretto.engine.staging import PlanLayout
 from stretto.kernels.elementwise import add_rms_norm
@@ -314,8 +316,26 @@ def recorded_prompts(
     return record, graphs
 
 
+@pytest.mark.parametrize(
+    ("weights_per_layer", "most", "last"),
+    [
+        (15_728_640, 8192, (2560, 3072, 8192)),  # the 0.6B
+        (15_728_640, 2000, (1536, 1792, 2000)),
+        (15_728_640, 16_384, (2048, 2560, 3072)),  # which computes for longer than any host launches
+        (192_937_984, 8192, (512, 640, 768)),  # the 8B
+        (192_937_984, 512, (384, 448, 512)),
+        (1000, 33, (32, 33)),
+        (1000, 31, ()),
+    ],
+)
+def test_sizes_of_steps_with_prompts(weights_per_layer: int, most: int, last: tuple[int, ...]) -> None:
+    sizes = token_ladder(weights_per_layer, most)
+    assert sizes[-3:] == last
+    assert all(small < large for small, large in pairwise(sizes))
+
+
 @pytest.mark.skipif(GPU, reason="a GPU captures the steps itself, in all tests of this file")
-def test_captured_layers_change_no_token(tiny: Tiny) -> None:
+def test_captured_layers_change_no_token(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the attention of deterministic mode."""
     resolved, expected = tiny
     options = {"max_num_batched_tokens": 40, "max_num_seqs": 5, "overlap_depth": 1, "deterministic": True}
@@ -331,6 +351,9 @@ def test_captured_layers_change_no_token(tiny: Tiny) -> None:
         assert not runner._inputs.query_end_B.any()  # type: ignore[attr-defined]
         assert not runner._inputs.last_token_S.any()  # type: ignore[attr-defined]
         assert [graphs.padded(tokens) for tokens in (1, 9, 10, 24, 25)] == [9, 9, 24, 24, None]
+        monkeypatch.setattr(prompt_graphs, "MOST_PADDED", 20)
+        assert [graphs.padded(tokens) for tokens in (9, 10, 23, 24)] == [9, None, None, 24]
+        monkeypatch.undo()
         assert outputs_of(runtime, PROMPTS[:2], params) == expected[:2]  # 5 tokens
         assert outputs_of(runtime, PROMPTS[2:3], params) == expected[2:3]  # the last 5 of 37, the others cached
         assert outputs_of(runtime, PROMPTS[3:], params) == expected[3:]  # 9, just full

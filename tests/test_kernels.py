@@ -152,7 +152,7 @@ def test_prefill_attention(
     q = random(sum(news), heads + 2, dim, dtype=dtype)[:, :heads]
     cache, rows = (paged.keys, paged.values, paged.table), (paged.slots, paged.contexts, ends)
     expected = prefill.prefill_attention_reference(q, *cache, *rows, first, 0.3)
-    for block_q in prefill.query_blocks(dim):
+    for block_q in prefill.query_blocks(dim, heads // kv_heads):
         work = PrefillWork.allocate(sum(news) + 99, len(news) + 2, block_q, DEVICE)
         plan_prefill(*rows, len(news), first, work)
         most = work.most_blocks(sum(news[first:]), len(news) - first)

@@ -11,7 +11,6 @@ Cache layout: [L, 2 (keys, values), P, K, S, H]; one head's positions within a p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -21,16 +20,18 @@ from stretto.attention.base import AttentionInputs, AttentionShape, IntArray
 from stretto.errors import NotSupported
 from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode, row_steps
 from stretto.kernels.invariant_attention import PartScratch, invariant_attention
-from stretto.kernels.prefill_attention import prefill_attention, query_block
+from stretto.kernels.prefill_attention import prefill_attention, query_block, query_blocks
 from stretto.kernels.prefill_work import PrefillWork, plan_prefill
 from stretto.kernels.rope_write import HeadTransform, rope_write
 
 CUDNN_LEAST = 512
 CUDNN_MULTIPLE = 128
-"""Chunks of one length, at least this and a multiple of that, go to cuDNN: about twice as fast as torch's flash
-attention on an H200. It builds a plan for each shape, so not every odd length may have one."""
-
-PrefillKernel = Literal["flash", "triton"]
+"""Whole prompts of one length, at least this and a multiple of that, that fill a step may go to cuDNN: 1.5 times as
+fast as the paged kernel on an H200."""
+CUDNN_COUNTS = (16, 8, 4, 2, 1)
+"""So many of them. cuDNN plans for each shape anew, which takes the host 65 ms: only what was planned for is served."""
+CUDNN_HEAD_DIM = 128
+"""It takes heads up to this, of a multiple of 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,8 @@ class PagedStep:
     """Blocks of the other rows' queries; None if there are none."""
     prefill_programs: int
     """How many programs, for each head, take those blocks."""
-    fresh: bool
-    """No row after the first `num_decode` has tokens from before this step."""
-    longest_chunk: int
-    """Most new tokens of a row."""
-    uniform: bool = False
-    """All rows after the first `num_decode` have `longest_chunk` new tokens."""
+    equal_chunks: int = 0
+    """The step is nothing but whole prompts of so many tokens, for which `prepare_equal` was called; 0: it is not."""
     out_TNH: Tensor | None = None
     """Where attention of chunks and decode rows together goes: rows of padding are left as they are. None: anywhere."""
 
@@ -81,13 +78,11 @@ class TritonPagedAttention:
         shape: AttentionShape,
         max_rows: int,
         *,
-        prefill: PrefillKernel = "flash",
         invariant_up_to: int | None = None,
     ) -> None:
         """Allocates the cache, zeroed, and room for steps of `max_rows` rows.
 
-        `prefill`: what computes prompts without a cached prefix: torch's flash attention or the paged kernel, which
-        all others take. `invariant_up_to`: prompts and decode rows, of sequences of up to so many tokens, take one
+        `invariant_up_to`: prompts and decode rows, of sequences of up to so many tokens, take one
         kernel, whose results depend on nothing but a token's own row. Raises NotSupported if the heads cannot be
         grouped or the head dim is odd.
         """
@@ -97,6 +92,7 @@ class TritonPagedAttention:
                 "be a multiple of the second, and the head dim even"
             )
         self.shape = shape
+        self._groups = shape.num_heads // shape.num_kv_heads
         sizes = (shape.num_layers, 2, shape.num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
         self._cache = torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
         self._keys = tuple(self._cache[:, 0].unbind())
@@ -109,11 +105,14 @@ class TritonPagedAttention:
         """None: not invariant."""
         if invariant_up_to is not None:
             self._parts = PartScratch.allocate(max_rows, *heads[:3], invariant_up_to, shape.device)
-        self._flash = (
-            self._parts is None and prefill == "flash" and shape.device.type == "cuda" and shape.dtype.itemsize == 2
+        self._cudnn = (
+            self._parts is None
+            and shape.device.type == "cuda"
+            and shape.dtype.itemsize == 2
+            and shape.head_dim <= CUDNN_HEAD_DIM
+            and shape.head_dim % 8 == 0
         )
         self._step: PagedStep | None = None
-        self._flash_ends: Tensor | None = None
 
     def work_for(self, rows: int) -> DecodeWork:
         """Where the kernels look up how the attention of so many decode rows is cut."""
@@ -123,6 +122,15 @@ class TritonPagedAttention:
     def row_steps(self) -> tuple[int, ...]:
         """Numbers of decode rows up to which `work_for` is one and the same."""
         return tuple(most for most, _ in self._works)
+
+    @property
+    def query_blocks(self) -> tuple[int, ...]:
+        """What `query_block` may be."""
+        return query_blocks(self.shape.head_dim, self._groups)
+
+    def query_block(self, num_tokens: int) -> int:
+        """Queries of a block of `PrefillWork` in a step of so many tokens. hot path"""
+        return query_block(self.shape.head_dim, self._groups, num_tokens)
 
     @property
     def cache_bytes(self) -> int:
@@ -144,8 +152,7 @@ class TritonPagedAttention:
         query_end_B, num_tokens, num_chunks = inputs.query_start_B1[1:], int(num_new_B.sum()), num_rows - num_decode
         prefill = None
         if num_chunks:
-            block_q = query_block(self.shape.head_dim, num_tokens)
-            prefill = PrefillWork.allocate(num_tokens, num_chunks, block_q, self.shape.device)
+            prefill = PrefillWork.allocate(num_tokens, num_chunks, self.query_block(num_tokens), self.shape.device)
             plan_prefill(self._rows, inputs.context_B, query_end_B, num_rows, num_decode, prefill)
         self.begin(
             PagedStep(
@@ -159,9 +166,6 @@ class TritonPagedAttention:
                 num_decode=num_decode,
                 prefill=prefill,
                 prefill_programs=0 if prefill is None else prefill.most_blocks(num_tokens - num_decode, num_chunks),
-                fresh=bool((inputs.context_B_host == num_new_B)[num_decode:].all()),
-                longest_chunk=int(num_new_B.max()),
-                uniform=len(set(num_new_B[num_decode:].tolist())) == 1,
             )
         )
 
@@ -178,12 +182,29 @@ class TritonPagedAttention:
     def expect(self, num_new_B: IntArray, context_B: IntArray) -> None:
         """What the host knows of the next step's rows. Nothing to this backend, which reads the device's tables."""
 
+    def equal_lengths(self, num_tokens: int, longest: int) -> tuple[int, ...]:
+        """Ascending lengths, up to `longest`, of whole prompts that fill a step of `num_tokens` and suit cuDNN best."""
+        if not self._cudnn:
+            return ()
+        lengths = [num_tokens // count for count in CUDNN_COUNTS if num_tokens % count == 0]
+        return tuple(n for n in lengths if CUDNN_LEAST <= n <= longest and n % CUDNN_MULTIPLE == 0)
+
+    def prepare_equal(self, num_tokens: int, lengths: tuple[int, ...]) -> None:
+        """Have cuDNN plan for steps of `num_tokens` in prompts of each of `lengths`, for the calling thread.
+
+        Blocks for up to two seconds.
+        """
+        shape = self.shape
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        if lengths:
+            qkv_TXH = torch.zeros(num_tokens, sum(heads), shape.head_dim, dtype=shape.dtype, device=shape.device)
+            q_TNH, k_TKH, v_TKH = qkv_TXH.split_with_sizes(heads, dim=1)
+            for length in lengths:
+                self._attend_equal(q_TNH, k_TKH, v_TKH, length)
+
     def begin(self, step: PagedStep) -> None:
         """Take the step's tensors; `work` must be filled for its decode rows. hot path"""
         self._step = step
-        if step.prefill is not None and step.fresh and self._flash:
-            ends = step.query_end_B[step.num_decode : step.num_rows] - step.num_decode
-            self._flash_ends = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
 
     def attend_projected(self, layer: int, qkv_TXH: Tensor, transform: HeadTransform) -> Tensor:
         """o_TNH from the raw projection: heads normed and turned, in place unless it is in parts, the cache written.
@@ -204,9 +225,8 @@ class TritonPagedAttention:
         keys, values = self._keys[layer], self._values[layer]
         if self._parts is not None:
             return self._attend_invariantly(q_TNH, keys, values, self._parts)
-        use_flash = step.fresh and self._flash
-        if decodes == 0 and use_flash:
-            return self._flash_prefill(q_TNH, k_TKH, v_TKH)
+        if step.equal_chunks:
+            return self._attend_equal(q_TNH, k_TKH, v_TKH, step.equal_chunks)
         out_TNH = self._room_for(q_TNH)
         if decodes:
             decode_attention(
@@ -221,19 +241,16 @@ class TritonPagedAttention:
                 out_TNH[:decodes],
             )
         if step.prefill is not None:
-            if use_flash:
-                out_TNH[decodes:] = self._flash_prefill(q_TNH[decodes:], k_TKH[decodes:], v_TKH[decodes:])
-            else:
-                prefill_attention(
-                    q_TNH,
-                    keys,
-                    values,
-                    step.page_table_RM,
-                    step.prefill,
-                    step.prefill_programs,
-                    shape.scale,
-                    out_TNH,
-                )
+            prefill_attention(
+                q_TNH,
+                keys,
+                values,
+                step.page_table_RM,
+                step.prefill,
+                step.prefill_programs,
+                shape.scale,
+                out_TNH,
+            )
         return out_TNH
 
     def _attend_invariantly(self, q_TNH: Tensor, keys: Tensor, values: Tensor, parts: PartScratch) -> Tensor:
@@ -262,30 +279,13 @@ class TritonPagedAttention:
             return torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         return out_TNH[: q_TNH.shape[0]]
 
-    def _flash_prefill(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        """Causal attention of the chunks over themselves, which is all there is of their rows."""
-        step = self._current()
-        length = step.longest_chunk
-        if step.uniform and length >= CUDNN_LEAST and length % CUDNN_MULTIPLE == 0:
-            q, k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
-            # What `scaled_dot_product_attention` calls; choosing it there takes the host longer than the call.
-            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-            o_BNtH: Tensor = cudnn(q, k, v, None, False, 0.0, True, False, scale=self.shape.scale)[0]
-            return o_BNtH.transpose(1, 2).flatten(0, 1)
-        out: Tensor = torch.ops.aten._flash_attention_forward(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            self._flash_ends,
-            self._flash_ends,
-            step.longest_chunk,
-            step.longest_chunk,
-            0.0,
-            True,
-            False,
-            scale=self.shape.scale,
-        )[0]
-        return out
+    def _attend_equal(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, length: int) -> Tensor:
+        """o_TNH of prompts of `length` tokens: each over itself, causal."""
+        q, k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
+        # What `scaled_dot_product_attention` calls; choosing it there takes the host longer than the call.
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        o_BNtH: Tensor = cudnn(q, k, v, None, False, 0.0, True, False, scale=self.shape.scale)[0]
+        return o_BNtH.transpose(1, 2).flatten(0, 1)
 
     def _current(self) -> PagedStep:
         if self._step is None:

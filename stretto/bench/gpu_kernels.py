@@ -226,31 +226,44 @@ def _attention(
     report.add(name, time_us(calls * -(-16 // len(calls))), num_bytes)
 
 
-def prefill(report: Report, model: str, rows: int, length: int) -> None:
-    """Prompts without a cached prefix: torch's flash attention and the paged kernel."""
+def prefill(report: Report, model: str, name: str, chunks: Sequence[tuple[int, int]]) -> None:
+    """Chunks of prompts, (cached tokens, new ones): the paged kernel; without a cached prefix torch's flash attention,
+    and where they are equally long cuDNN's, too."""
     shape = workloads.SHAPES[model]
     heads, kv_heads, dim = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
-    tokens, per_row = rows * length, length // 16
-    q, k, v = random(tokens, heads, dim), random(tokens, kv_heads, dim), random(tokens, kv_heads, dim)
-    flops = rows * 4.0 * heads * dim * length * (length + 1) / 2
-    ends = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=DEVICE)
-    flash = torch.ops.aten._flash_attention_forward
-    call = lambda: flash(q, k, v, ends, ends, length, length, 0.0, True, False, scale=0.1)  # noqa: E731
-    report.add(f"{model} prefill {rows} x {length} flash", time_us([call]), flops=flops)
-    cache = random(2, rows * per_row + 1, kv_heads, 16, dim)
-    table = torch.arange(1, rows * per_row + 1, device=DEVICE).view(rows, per_row)
-    slots, lengths = torch.arange(rows, device=DEVICE), torch.full((rows,), length, device=DEVICE)
-    query_end, out = ends[1:].to(torch.int64), torch.empty_like(q)
-    work = PrefillWork.allocate(tokens, rows, query_block(dim, tokens), DEVICE)
-    plan_prefill(slots, lengths, query_end, rows, 0, work)
+    pasts, news = ([chunk[part] for chunk in chunks] for part in (0, 1))
+    rows, tokens, longest = len(chunks), sum(news), max(news)
+    flops = 4.0 * heads * dim * sum(new * past + new * (new + 1) / 2 for past, new in chunks)
+    title = f"{model} prefill {name}"
+    qkv = random(tokens, heads + 2 * kv_heads, dim)
+    q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+    pages = [-(-(past + new) // 16) for past, new in chunks]
+    cache = random(2, sum(pages) + 1, kv_heads, 16, dim)
+    table = torch.zeros(rows, max(pages), dtype=torch.int64)
+    free = iter((1 + torch.randperm(sum(pages))).tolist())
+    for row, count in enumerate(pages):
+        table[row, :count] = torch.tensor([next(free) for _ in range(count)])
+    table, slots = table.to(DEVICE), torch.arange(rows, device=DEVICE)
+    contexts, ends = torch.tensor(pasts).add(torch.tensor(news)).to(DEVICE), torch.tensor(news).cumsum(0).to(DEVICE)
+    out = torch.empty_like(q)
+    work = PrefillWork.allocate(tokens, rows, query_block(dim, heads // kv_heads, tokens), DEVICE)
+    plan_prefill(slots, contexts, ends, rows, 0, work)
     programs = work.most_blocks(tokens, rows)
     paged = lambda: prefill_attention(q, cache[0], cache[1], table, work, programs, 0.1, out)  # noqa: E731
-    report.add(f"{model} prefill {rows} x {length} paged", time_us([paged]), flops=flops)
-    qs, ks, vs = (x.view(rows, length, -1, dim).transpose(1, 2) for x in (q, k, v))
+    report.add(f"{title} paged", time_us([paged]), flops=flops)
+    if any(pasts):
+        return
+    starts = F.pad(ends, (1, 0)).to(torch.int32)
+    flash = torch.ops.aten._flash_attention_forward
+    call = lambda: flash(q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=0.1)  # noqa: E731
+    report.add(f"{title} flash", time_us([call]), flops=flops)
+    if min(news) < longest:
+        return
+    qs, ks, vs = (x.view(rows, longest, -1, dim).transpose(1, 2) for x in (q, k, v))
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
     try:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-            sdpa = lambda: F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, enable_gqa=True)  # noqa: E731
-            report.add(f"{model} prefill {rows} x {length} cuDNN", time_us([sdpa]), flops=flops)
+        sdpa = lambda: cudnn(qs, ks, vs, None, False, 0.0, True, False, scale=0.1)  # noqa: E731
+        report.add(f"{title} cuDNN", time_us([sdpa]), flops=flops)
     except RuntimeError as error:
         print(f"cuDNN attention: {error}", flush=True)
 
@@ -325,8 +338,15 @@ def main() -> None:
         attention(report, "qwen3-8b", [384] * 128)
         for step in (420, 700):
             attention_of_w1(report, "qwen3-0.6b", step)
+        whole = [(0, new) for new in (900, 333, 1024, 120, 777, 999, 401, 650, 512, 1000, 700, 352)]
         for model in ("qwen3-0.6b", "qwen3-8b"):
-            prefill(report, model, 4, 2048)
+            prefill(report, model, "4 x 2048", [(0, 2048)] * 4)
+            prefill(report, model, "64 x 128", [(0, 128)] * 64)
+            prefill(report, model, "256 x 32", [(0, 32)] * 256)
+            prefill(report, model, "12 whole of 120 to 1024", whole)
+            prefill(report, model, "12 whole, 424 behind 600", [(600, 424), *whole])
+            prefill(report, model, "200 x 40 behind 1000", [(1000, 40)] * 200)
+            prefill(report, model, "2048 behind 2048", [(2048, 2048)])
         for rows in (1, 32, 256, 512):
             sampling(report, rows)
     if options.output:

@@ -2,8 +2,8 @@
 
 A step whose rows all decode is derived from the device's tables alone, padded to a size of the ladder and replayed; if
 its rows are those of the step before, the host has nothing to send. Padding rows are slot 0 and touch page 0 only.
-The layers of short steps with prompt chunks are in graphs too (`prompt_graphs.py`); those of longer ones are launched
-kernel by kernel, the host far ahead of them.
+The layers of short steps with prompt chunks, and of steps as large as they may be, are in graphs too
+(`prompt_graphs.py`); those of others are launched kernel by kernel, the host far ahead of them.
 
 Legend: T tokens, B rows, S sampled rows, D hidden, V vocabulary.
 """
@@ -20,14 +20,21 @@ from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
 from stretto.engine.fused_choice import FusedChoice, kind_of
-from stretto.engine.graphs import FORWARD, NUM_KINDS, CudaRecorder, StepGraphs, choice_ladder, ladder, token_ladder
+from stretto.engine.graphs import (
+    FORWARD,
+    NUM_KINDS,
+    CudaRecorder,
+    StepGraphs,
+    choice_ladder,
+    ladder,
+    token_ladder,
+)
 from stretto.engine.prompt_graphs import PromptGraphs
 from stretto.engine.runner import MakeRunner, RunnerParts, score_prompts
 from stretto.engine.sampling_rows import SamplingMix
 from stretto.engine.staging import PlanLayout, pack
 from stretto.kernels.plan import StepInputs, apply_plan, derive_decode
 from stretto.kernels.plan_mixed import derive_mixed
-from stretto.kernels.prefill_attention import query_block, query_blocks
 from stretto.kernels.prefill_work import PrefillWork
 from stretto.models.fused import FusedDecoder, rows_of
 from stretto.scheduler.batch import IntArray, StepPlan
@@ -53,9 +60,11 @@ class FusedRunner:
         tokens = config.max_num_batched_tokens
         self._prefill_works = {
             block_q: PrefillWork.allocate(tokens, config.max_rows, block_q, device)
-            for block_q in query_blocks(model.config.head_dim)
+            for block_q in self._attention.query_blocks
         }
         prompt_sizes = token_ladder(model.weights_per_layer, tokens) if graphs else ()
+        self._equal_lengths = self._attention.equal_lengths(tokens, config.max_model_len - 1) if graphs else ()
+        """Of whole prompts, for which attention is prepared in steps that they fill."""
         self.prompt_graphs = PromptGraphs(
             model,
             self._attention,
@@ -63,6 +72,7 @@ class FusedRunner:
             self._prefill_works,
             parts.tables.page_table_RM,
             prompt_sizes,
+            self._equal_lengths if prompt_sizes[-1:] == (tokens,) else (),
         )
         choices = choice_ladder(config.max_rows) if prompt_sizes else ()
         self.choice_graphs = StepGraphs(choices, NUM_KINDS, self._choose_wanted)
@@ -95,10 +105,12 @@ class FusedRunner:
         """Run each path of a step with prompt chunks once, on the padding row: compiles its kernels."""
         config = self._parts.config
         self._model.warm_up(config.max_num_batched_tokens)
-        several = config.max_rows - 1
-        runs = ((0, 0, _PLAIN), (1, 0, _PLAIN), (0, 1, _PLAIN), (0, several, _PLAIN), (0, 0, _BIASED), (0, 0, _ALL))
-        lengths = (_SHORT,) * len(runs) + (_LONG,)
-        for length, (past, decodes, mix) in zip(lengths, (*runs, (1, 0, _PLAIN)), strict=True):
+        self._attention.prepare_equal(config.max_num_batched_tokens, self._equal_lengths)
+        decode_rows = {min(rows, config.max_rows - 1) for rows in (1, *self._attention.row_steps)}
+        runs = [(_SHORT, 0, rows, _PLAIN) for rows in sorted(decode_rows)]
+        runs += [(_SHORT, 0, 0, mix) for mix in (_PLAIN, _GUARDED, _BIASED, _ALL)]
+        runs += [(length, 1, 0, _PLAIN) for length in (_SHORT, _LONG)]
+        for length, past, decodes, mix in runs:
             tokens = min(length, config.max_model_len - 1, config.max_num_batched_tokens - decodes)
             plan = _padding_plan(tokens, past, decodes, mix)
             layout = PlanLayout.of(plan, config.max_stop_ids)
@@ -172,52 +184,64 @@ class FusedRunner:
         """What follows `prompt_graphs`, as graphs hold it: tokens of `count` sampled rows, padding included, and the
         lengths of all rows."""
         inputs = self._inputs
-        wanted = rows_of(*self.prompt_graphs.results, inputs.last_token_S[:count])
-        logits_SV = self._choice.run(*wanted, inputs.slot_S[:count], inputs.position_S[:count], kind)
+        residual_SD, update_SD = (result_SD[:count] for result_SD in self.prompt_graphs.results)
+        slot_S, position_S = inputs.slot_S[:count], inputs.position_S[:count]
+        logits_SV = self._choice.run(residual_SD, update_SD, slot_S, position_S, kind)
         if kind == FORWARD:
             self._logits_SV[:count].copy_(logits_SV)
         self._parts.tables.length_R[inputs.slot_B] = inputs.context_B
 
     def _run_mixed(self, plan: StepPlan, layout: PlanLayout, staged: Tensor) -> None:
-        parts, model, inputs = self._parts, self._model, self._inputs
-        tables, attention, rows = parts.tables, self._attention, layout.num_rows
-        padded = self.prompt_graphs.padded(plan.num_tokens)
-        prefill = self._prefill_works[query_block(model.config.head_dim, padded or plan.num_tokens)]
+        parts, inputs, attention, rows = self._parts, self._inputs, self._attention, layout.num_rows
+        # Scoring prompts takes more than the rows that graphs leave.
+        captured = None if layout.num_scored else self.prompt_graphs.padded(plan.num_tokens)
+        size = captured or plan.num_tokens
+        prefill = self._prefill_works[attention.query_block(size)]
         derive_mixed(
             staged,
             layout,
             plan.num_decode,
-            padded or plan.num_tokens,
+            size,
             parts.config.page_size,
-            tables,
+            parts.tables,
             inputs,
             attention.work_for(plan.num_decode),
             self._kv_heads,
             prefill,
         )
-        hidden: tuple[Tensor, Tensor | None]
-        if padded is None:
-            hidden = self._launch_layers(plan, layout, prefill)
-        else:
-            hidden = self.prompt_graphs.forward(plan.num_tokens, plan.num_decode)
         count, kind = layout.num_sampled, kind_of(plan.mix)
         slot_S, position_S = inputs.slot_S[:count], inputs.position_S[:count]
-        if count and padded is not None:
-            self.choice_graphs.replay(count, kind)
-            logits_SV = self._logits_SV[:count]
-        elif count:
-            wanted = rows_of(*hidden, inputs.last_token_S[:count]) if layout.num_scored else hidden
-            logits_SV = self._choice.run(*wanted, slot_S, position_S, kind)
+        if captured is None:
+            hidden = self._launch_layers(plan, layout, prefill)
+            if layout.num_scored:
+                self._score_prompts(plan, layout, staged, *hidden)
+                hidden = rows_of(*hidden, inputs.last_token_S[:count])
+            if count:
+                logits_SV = self._choice.run(*hidden, slot_S, position_S, kind)
+        else:
+            self.prompt_graphs.replay(plan.num_tokens, plan.num_decode, self._equal_chunks(plan))
+            if count:
+                self.choice_graphs.replay(count, kind)
+                logits_SV = self._logits_SV[:count]
         if count and kind == FORWARD:
             self._choice.finish(plan.mix, logits_SV, slot_S, position_S)
-        if layout.num_scored:
+        if captured is None or not count:
+            parts.tables.length_R[inputs.slot_B[:rows]] = inputs.context_B[:rows]
 
-            def logits_of(index_S: Tensor) -> Tensor:
-                return model.logits(*rows_of(*hidden, index_S)).float()
+    def _score_prompts(
+        self, plan: StepPlan, layout: PlanLayout, staged: Tensor, residual_TD: Tensor, update_TD: Tensor | None
+    ) -> None:
+        def logits_of(index_S: Tensor) -> Tensor:
+            return self._model.logits(*rows_of(residual_TD, update_TD, index_S)).float()
 
-            score_prompts(parts, plan, layout, staged, logits_of)
-        if padded is None or not count:
-            tables.length_R[inputs.slot_B[:rows]] = inputs.context_B[:rows]
+        score_prompts(self._parts, plan, layout, staged, logits_of)
+
+    def _equal_chunks(self, plan: StepPlan) -> int:
+        """See `PagedStep`. hot path"""
+        length = int(plan.num_new_B[0])
+        if plan.num_tokens < self._parts.config.max_num_batched_tokens or length not in self._equal_lengths:
+            return 0
+        return 0 if plan.start_B.any() or (plan.num_new_B != length).any() else length
 
     def _launch_layers(self, plan: StepPlan, layout: PlanLayout, prefill: PrefillWork) -> tuple[Tensor, Tensor | None]:
         """(residual, update) of the sampled rows; of all tokens if some of the prompt's are scored."""
@@ -230,15 +254,12 @@ class FusedRunner:
     def _mixed_step(self, plan: StepPlan, prefill: PrefillWork) -> PagedStep:
         """That of a step with prompt chunks, for launching it kernel by kernel."""
         num_new_B = plan.num_new_B[plan.num_decode :]
-        longest = int(num_new_B.max())
         return replace(
             self._decode_step_of(plan.num_decode),
             num_rows=len(plan.slots_B),
             prefill=prefill,
             prefill_programs=prefill.most_blocks(len(plan.prefill_tokens), len(num_new_B)),
-            fresh=not plan.start_B[plan.num_decode :].any(),
-            longest_chunk=longest,
-            uniform=bool((num_new_B == longest).all()),
+            equal_chunks=self._equal_chunks(plan),
         )
 
     def _decode_step_of(self, rows: int) -> PagedStep:
@@ -255,12 +276,11 @@ class FusedRunner:
             num_decode=rows,
             prefill=None,
             prefill_programs=0,
-            fresh=True,
-            longest_chunk=1,
         )
 
 
 _PLAIN = SamplingMix(False, False, 0, False, False, False, -1)
+_GUARDED = replace(_PLAIN, any_min_tokens=True)
 _BIASED = replace(_PLAIN, max_biases=1)
 _ALL = replace(_BIASED, any_top_p=True, any_min_tokens=True, num_logprobs=0)
 """With adjusted logits sampling runs in float32, which are kernels of their own."""

@@ -29,16 +29,17 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
+MOST_PADDED = 3072
+"""Up to this many tokens a step with prompt chunks is padded to the next size of `token_ladder`."""
 _TOKENS = (
     *range(32, 256, 32),
     *range(256, 512, 64),
     *range(512, 1024, 128),
     *range(1024, 2048, 256),
-    *range(2048, 3073, 512),
+    *range(2048, MOST_PADDED + 1, 512),
 )
 _FLOP_HIDDEN_PER_LAYER = 3e11
-"""About what an H200 computes while the host launches a layer kernel by kernel (0.45 ms); padding costs more than it
-saves if a layer takes longer."""
+"""About what an H200 computes while a slow host launches a layer kernel by kernel (0.45 ms; a fast one takes half)."""
 
 
 def choice_ladder(most: int) -> tuple[int, ...]:
@@ -49,10 +50,11 @@ def choice_ladder(most: int) -> tuple[int, ...]:
 
 
 def token_ladder(weights_per_layer: int, most: int) -> tuple[int, ...]:
-    """Numbers of tokens, up to `most`, for which to capture steps with prompt chunks: as far as a GPU computes for
-    shorter than the host launches."""
-    most = min(most, int(_FLOP_HIDDEN_PER_LAYER / (2 * weights_per_layer)))
-    return tuple(size for size in _TOKENS if size <= most)
+    """Numbers of tokens for which to capture steps with prompt chunks, as far as a GPU may compute for shorter than the
+    host launches: close to each other up to `MOST_PADDED`, and `most`, as large as the steps of a busy engine are."""
+    hidden = int(_FLOP_HIDDEN_PER_LAYER / (2 * weights_per_layer))
+    sizes = tuple(size for size in _TOKENS if size <= min(most, hidden))
+    return (*sizes, most) if sizes and sizes[-1] < most <= hidden else sizes
 
 
 class Recorded(Protocol):

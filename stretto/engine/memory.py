@@ -24,6 +24,8 @@ _CHOICE_BYTES = MIB // 2
 """The same of the choice of tokens alone."""
 _PROMPT_KINDS = 4
 """Graphs of one number of tokens, at most: without decode rows, and for three ways to cut their attention."""
+_EQUAL_LENGTHS = 5
+"""Graphs of the largest step more, at most: for prompts that all have one length."""
 _SAMPLING_BYTES = 52
 """Bytes per (row, vocabulary entry) when filters and log-probabilities are all in use: the logits, their float32 copy
 and the temporaries of `engine.filters`."""
@@ -94,9 +96,9 @@ def plan_memory(
         sizes = token_ladder(_weights_per_layer(model), max_num_batched_tokens)
         tokens = max(sizes, default=0)
         room = max(max_num_seqs * (per_token + model.vocab_size), tokens * per_token)
-        left = max_num_seqs * model.vocab_size + tokens * (2 * model.hidden_size + model.num_heads * model.head_dim)
+        left = max_num_seqs * (model.vocab_size + 2 * model.hidden_size) + tokens * model.num_heads * model.head_dim
         captured = NUM_KINDS * len(ladder(max_num_seqs)) * _GRAPH_BYTES + (room + left) * element_bytes
-        captured += _PROMPT_KINDS * len(sizes) * _PROMPT_GRAPH_BYTES
+        captured += (_PROMPT_KINDS * len(sizes) + _EQUAL_LENGTHS) * _PROMPT_GRAPH_BYTES
         captured += NUM_KINDS * len(choice_ladder(max_num_seqs)) * _CHOICE_BYTES if sizes else 0
     return MemoryPlan(
         total=total,

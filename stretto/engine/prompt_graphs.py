@@ -7,7 +7,7 @@ that has so many tokens. What is before the layers (the plan) is launched; what 
 of tokens) is a graph of the runner's. Owns the graphs and the tensors in which they leave their results; the layers are
 the model's.
 
-Legend: B rows, T tokens, N query heads, H head dim, D hidden, R slots, M pages of a request.
+Legend: B rows, S sampled rows, T tokens, N query heads, H head dim, D hidden, R slots, M pages of a request.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
-from stretto.engine.graphs import Record, StepGraphs
-from stretto.kernels.elementwise import sum_parts
+from stretto.engine.graphs import MOST_PADDED, Record, StepGraphs
 from stretto.kernels.plan import StepInputs
-from stretto.kernels.prefill_attention import query_block
 from stretto.kernels.prefill_work import PrefillWork
 from stretto.models.fused import FusedDecoder
 
@@ -45,10 +43,12 @@ class PromptGraphs:
         prefill_works: dict[int, PrefillWork],
         page_table_RM: Tensor,
         sizes: tuple[int, ...],
+        equal_lengths: tuple[int, ...] = (),
     ) -> None:
-        """`sizes`: ascending numbers of tokens; a step is padded to the next one. May be empty: it serves nothing then.
+        """`sizes`: ascending numbers of tokens, those of `graphs.token_ladder`. May be empty: it serves nothing then.
 
-        `prefill_works`: by the queries of a block.
+        `prefill_works`: by the queries of a block. `equal_lengths`: ascending, for which attention is prepared in steps
+        of the largest size.
         """
         self._model = model
         self._attention = attention
@@ -57,20 +57,23 @@ class PromptGraphs:
         self._page_table_RM = page_table_RM
         self._decodes = (0, *attention.row_steps)
         self.graphs = StepGraphs(sizes, len(self._decodes), self._layers)
+        self._equal_graphs = StepGraphs(equal_lengths if sizes else (), 1, self._equal_layers)
         most, config, device = max(sizes, default=0), model.config, page_table_RM.device
 
-        def zeros(*width: int) -> Tensor:
-            return torch.zeros(most, *width, dtype=model.dtype, device=device)
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=model.dtype, device=device)
 
-        self._residual_TD = zeros(config.hidden_size)
-        self._update_TD = zeros(config.hidden_size)
-        self._o_TNH = zeros(config.num_heads, config.head_dim)
+        rows = inputs.slot_B.shape[0]
+        self.results = zeros(rows, config.hidden_size), zeros(rows, config.hidden_size)
+        """Where a replay leaves what `FusedDecoder.forward` returns, of the sampled rows."""
+        self._o_TNH = zeros(most, config.num_heads, config.head_dim)
         """Attention writes no padding rows. What is in them must be numbers, as it comes into page 0."""
 
     def capture(self, record: Record) -> None:
         """Record all graphs. Blocks."""
         self._forget()
         self.graphs.capture(record)
+        self._equal_graphs.capture(record)
 
     def _forget(self) -> None:
         """Make the step on the device one of no rows, tokens or work: the last one may have been larger than a size,
@@ -86,6 +89,7 @@ class PromptGraphs:
 
     def release(self) -> None:
         """Give the graphs back; none may be running. It serves nothing any more."""
+        self._equal_graphs.release()
         self.graphs.release()
 
     def padded(self, num_tokens: int) -> int | None:
@@ -93,22 +97,26 @@ class PromptGraphs:
         sizes = self.graphs.sizes
         if not self.graphs.captured or num_tokens > sizes[-1]:
             return None
-        return sizes[bisect.bisect_left(sizes, num_tokens)]
+        size = sizes[bisect.bisect_left(sizes, num_tokens)]
+        return size if size == num_tokens or size <= MOST_PADDED else None
 
-    @property
-    def results(self) -> tuple[Tensor, Tensor]:
-        """Where `forward` leaves what it returns."""
-        return self._residual_TD, self._update_TD
+    def replay(self, num_tokens: int, num_decode: int, equal_chunks: int) -> None:
+        """`FusedDecoder.forward` for the tokens in `inputs`, of a number that is `padded`, into `results`.
 
-    def forward(self, num_tokens: int, num_decode: int) -> tuple[Tensor, Tensor]:
-        """As `FusedDecoder.forward` for the tokens in `inputs`; the next call overwrites what it returns. hot path"""
-        self.graphs.replay(num_tokens, bisect.bisect_left(self._decodes, num_decode))
-        return self._residual_TD[:num_tokens], self._update_TD[:num_tokens]
+        `equal_chunks`: see `PagedStep`. hot path
+        """
+        if equal_chunks:
+            self._equal_graphs.replay(equal_chunks, 0)
+        else:
+            self.graphs.replay(num_tokens, bisect.bisect_left(self._decodes, num_decode))
 
-    def _layers(self, size: int, kind: int) -> None:
+    def _equal_layers(self, length: int, kind: int) -> None:
+        self._layers(self.graphs.sizes[-1], kind, length)
+
+    def _layers(self, size: int, kind: int, equal_chunks: int = 0) -> None:
         model, inputs, attention = self._model, self._inputs, self._attention
         max_rows = inputs.slot_B.shape[0]
-        prefill = self._prefill_works[query_block(model.config.head_dim, size)]
+        prefill = self._prefill_works[attention.query_block(size)]
         attention.begin(
             PagedStep(
                 page_table_RM=self._page_table_RM,
@@ -121,16 +129,13 @@ class PromptGraphs:
                 num_decode=min(self._decodes[kind], size),
                 prefill=prefill,
                 prefill_programs=prefill.most_blocks(size, _SPARE_PROGRAMS),
-                # One kernel that reads the cache serves chunks with and without a past.
-                fresh=False,
-                longest_chunk=size,
+                equal_chunks=equal_chunks,
                 out_TNH=self._o_TNH,
             )
         )
         residual_TD = model.embed(inputs.input_ids_T[:size])
-        residual_TD, update_TD = model.forward(residual_TD, attention.attend_projected, decodes=True)
-        assert update_TD is not None  # sizes are larger than what runs without
-        if update_TD.dim() == 3:
-            update_TD = sum_parts(update_TD, model.dtype)
-        self._residual_TD[:size].copy_(residual_TD)
-        self._update_TD[:size].copy_(update_TD)
+        wanted_S = inputs.last_token_S[:size]
+        found = model.forward(residual_TD, attention.attend_projected, decodes=True, wanted_S=wanted_S)
+        for result_SD, found_SD in zip(self.results, found, strict=True):
+            assert found_SD is not None  # sizes are larger than what runs without an update
+            result_SD[: len(wanted_S)].copy_(found_SD)

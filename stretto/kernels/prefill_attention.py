@@ -1,7 +1,8 @@
 """Causal attention of prompt chunks over paged keys and values, cached prefixes included.
 
-The online softmax of FlashAttention-2 (Dao, 2023). Legend: B rows, T tokens of the step, N query heads, K kv heads,
-H head dim, P pages, S page size.
+The online softmax of FlashAttention-2 (Dao, 2023). All query heads of a kv head are in one block, so that its keys and
+values are read once for them, and short chunks fill it. Legend: B rows, T tokens of the step, N query heads, K kv
+heads, H head dim, P pages, S page size.
 """
 
 from __future__ import annotations
@@ -50,23 +51,24 @@ def prefill_attention_reference(
     return out_TNH
 
 
-def query_blocks(head_dim: int) -> tuple[int, ...]:
+def query_blocks(head_dim: int, groups: int) -> tuple[int, ...]:
     """What `query_block` may be."""
-    return (64, 128) if head_dim <= 128 else (64,)
+    return tuple(max(1, rows // groups) for rows in ((64, 128) if head_dim <= 128 else (64,)))
 
 
-def query_block(head_dim: int, num_tokens: int) -> int:
-    """Queries of a block that suit a step of so many tokens: with few, small ones keep more of the GPU busy."""
-    return query_blocks(head_dim)[-1 if num_tokens > _FEW_TOKENS else 0]
+def query_block(head_dim: int, groups: int, num_tokens: int) -> int:
+    """Queries of a block, each of `groups` heads, that suit a step of so many tokens: with few, small blocks keep more
+    of the GPU busy."""
+    return query_blocks(head_dim, groups)[-1 if num_tokens > _FEW_TOKENS else 0]
 
 
-def _keys_at_once(block_q: int, head_dim: int, element_bytes: int) -> tuple[int, int]:
+def _keys_at_once(rows: int, head_dim: int, element_bytes: int) -> tuple[int, int]:
     """(keys of a block, blocks of keys in shared memory): the fastest of some on an H200, in bf16; float32 fits."""
     if head_dim > 128:
         return 32, 2
     if element_bytes > 2:
         return 64, 2
-    return (64, 3) if block_q > 64 else (128, 2)
+    return (64, 3) if rows > 64 else (128, 2)
 
 
 # hot path
@@ -82,13 +84,15 @@ def prefill_attention(
 ) -> None:
     """`prefill_attention_reference` of the blocks in `work` into `out_TNH`; all else there is left. Never blocks.
 
-    Keys and values of the new tokens must be in their pages. `programs`, for each head, take the blocks in turn: best
-    as many as there are.
+    Keys and values of the new tokens must be in their pages. `programs`, for each kv head, take the blocks in turn:
+    best as many as there are.
     """
     heads, dim = q_TNH.shape[1:]
     kv_heads = keys_PKSH.shape[1]
-    block_k, stages = _keys_at_once(work.block_q, dim, keys_PKSH.element_size())
-    _prefill_attention[(programs, heads)](
+    groups = heads // kv_heads
+    rows = max(16, next_power_of_2(work.block_q * groups))
+    block_k, stages = _keys_at_once(rows, dim, keys_PKSH.element_size())
+    _prefill_attention[(programs, kv_heads)](
         q_TNH,
         keys_PKSH,
         values_PKSH,
@@ -101,14 +105,14 @@ def prefill_attention(
         page_table_RM.stride(0),
         out_TNH.stride(0),
         scale * 1.4426950408889634,
-        GROUPS=heads // kv_heads,
+        GROUPS=groups,
         DIM=dim,
         DIM_PAD=max(16, next_power_of_2(dim)),
         PAGE=keys_PKSH.shape[2],
-        BLOCK_Q=work.block_q,
+        ROWS=rows,
         BLOCK_K=block_k,
         PRECISION=dot_precision(q_TNH.dtype),
-        num_warps=8 if work.block_q > 64 else 4,
+        num_warps=8 if rows > 64 else 4,
         num_stages=stages,
         **options(q_TNH.device),
     )
@@ -191,34 +195,36 @@ def _prefill_attention(
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head = tl.program_id(1)
+    kv_head = tl.program_id(1)
     d = tl.arange(0, DIM_PAD)
-    head_keys = keys_ptr + (head // GROUPS) * (PAGE * DIM)
-    head_values = values_ptr + (head // GROUPS) * (PAGE * DIM)
+    head_keys = keys_ptr + kv_head * (PAGE * DIM)
+    head_values = values_ptr + kv_head * (PAGE * DIM)
+    row = tl.arange(0, ROWS)
+    query, head = row // GROUPS, kv_head * GROUPS + row % GROUPS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     num_blocks = tl.load(num_blocks_ptr)
     for index in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        line = block_ptr + index * 4
+        # A chunk's last blocks see the most keys: they come first, or all would wait for them in the end.
+        line = block_ptr + (num_blocks - 1 - index) * 4
         first_token = tl.load(line).to(tl.int64)
         count = tl.load(line + 1)
         first_position = tl.load(line + 2)
         slot = tl.load(line + 3).to(tl.int64)
-        query = tl.arange(0, BLOCK_Q)
         inside = (query < count)[:, None] & (d < DIM)[None, :]
-        token_row = (first_token + query)[:, None]
-        q = tl.load(q_ptr + token_row * q_stride + head * DIM + d[None, :], mask=inside, other=0.0)
+        token = first_token + query
+        q = tl.load(q_ptr + (token * q_stride + head * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
         position = first_position + query
         table = page_table_ptr + slot * table_stride
-        top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_Q,), tl.float32)
-        acc = tl.zeros((BLOCK_Q, DIM_PAD), tl.float32)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
         whole = (first_position + 1) // BLOCK_K
         seen = first_position + count
         last = (seen + BLOCK_K - 1) // BLOCK_K
@@ -266,6 +272,5 @@ def _prefill_attention(
             PRECISION=PRECISION,
         )
         o = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(
-            out_ptr + token_row * out_stride + head * DIM + d[None, :], o.to(out_ptr.dtype.element_ty), mask=inside
-        )
+        place = (token * out_stride + head * DIM)[:, None] + d[None, :]
+        tl.store(out_ptr + place, o.to(out_ptr.dtype.element_ty), mask=inside)

@@ -158,8 +158,8 @@ class FusedDecoder:
         """(residual, update): what the last norm reads is residual + the sum of all ranks' updates.
 
         Changes `residual_TD` in place. `decodes`: the step will be replayed often, so that the host's time for it does
-        not count. An update [S, T, D] is in parts. `wanted_S`, int64: the tokens whose rows are given, in this order
-        (None: all); of the others nothing is computed behind the last attention. hot path
+        not count. `wanted_S`, int64: the tokens whose rows are given, in this order; of the others nothing is computed
+        behind the last attention. None: all, and then an update [S, T, D] is in parts. hot path
         """
         rows = residual_TD.shape[0]
         if rows <= self.small_rows:
@@ -167,8 +167,10 @@ class FusedDecoder:
                 self._small_layer(index, layer, residual_TD, attend)
             return rows_of(residual_TD, None, wanted_S)
         if decodes and rows <= self._few_rows:
-            assert wanted_S is None  # a decode step samples every row
-            return residual_TD, self._few_rows_layers(residual_TD, attend)
+            update_TD = self._few_rows_layers(residual_TD, attend)
+            if wanted_S is not None and update_TD.dim() == 3:
+                update_TD = sum_parts(update_TD, self.dtype)
+            return rows_of(residual_TD, update_TD, wanted_S)
         result = self.enter(residual_TD)
         last = self.num_layers - 1
         for index in range(last):

@@ -120,7 +120,7 @@ def test_graphs_change_no_token(model: Path, dtype: str) -> None:
 def test_captured_steps_with_prompts_change_no_token(model: Path, deterministic: bool) -> None:
     """Requests that arrive while others decode: chunks of any length, some behind cached prefixes, any number of rows.
 
-    With every kind of sampling, in float32. Steps of more than 192 tokens are launched kernel by kernel in both.
+    With every kind of sampling, in float32.
     """
     given = prompts(40, longest=250)
     given += [[*prompt, 1, 2, 3] for prompt in given[:8]]
@@ -140,7 +140,7 @@ def test_captured_steps_with_prompts_change_no_token(model: Path, deterministic:
 
     with started(model, **options) as runtime:
         graphs = runtime.engine.runner.prompt_graphs  # type: ignore[attr-defined]
-        assert [graphs.padded(tokens) for tokens in (1, 33, 192, 193)] == [32, 64, 192, None]
+        assert [graphs.padded(tokens) for tokens in (1, 33, 192, 193)] == [32, 64, 192, 200]
         captured = tokens_of(runtime)
         assert tokens_of(runtime) == captured
     with started(model, **options, enforce_eager=True) as runtime:
@@ -229,3 +229,31 @@ def test_slots_and_pages_are_reused_under_load(model: Path) -> None:
             while runtime.has_work:
                 runtime.step()
             assert runtime.output_ids(request).tolist() == streams[index]
+
+
+def test_prompts_of_one_length_that_fill_a_step_are_those_of_the_paged_kernel(model: Path) -> None:
+    """cuDNN computes their attention in a graph; launched kernel by kernel, not prepared, the paged kernel does."""
+    rng = random.Random(11)
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=10, ignore_eos=True)
+    options = {"dtype": "bfloat16", "max_num_batched_tokens": 1024, "max_model_len": 2048}
+
+    def logprobs(runtime: Runtime, lengths: tuple[int, ...]) -> list[dict[int, float]]:
+        given = [[rng.randrange(10_000) for _ in range(length)] for length in lengths]
+        requests = [runtime.add(prompt, params, seed=1) for prompt in given]
+        while runtime.has_work:
+            runtime.step()
+        found = [one for request in requests for one in request.logprobs or ()]
+        return [dict(zip(one.top_ids, one.top_logprobs, strict=True)) for one in found]
+
+    for lengths in ((512, 512), (1024,)):
+        found = {}
+        for eager in (False, True):
+            rng.seed(sum(lengths))
+            with started(model, **options, enforce_eager=eager) as runtime:
+                assert runtime.engine.runner._equal_lengths == (() if eager else (512, 1024))  # type: ignore[attr-defined]
+                found[eager] = logprobs(runtime, lengths)
+        differences = [
+            abs(a[i] - b[i]) for a, b in zip(found[False], found[True], strict=True) for i in a.keys() & b.keys()
+        ]
+        assert len(differences) > 10
+        assert max(differences) < 0.05, max(differences)

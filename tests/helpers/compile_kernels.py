@@ -121,7 +121,7 @@ def compile_all() -> None:
     rows = (longs(9, 4), longs(4), longs(4))
     decode_attention.plan_decode(rows[2], 4, 8, work)
     decode_attention.decode_attention(bf16(4, 16, 128), cache[0], cache[1], *rows, 0.1, work, bf16(4, 16, 128))
-    for block_q in prefill_attention.query_blocks(128):
+    for block_q in prefill_attention.query_blocks(128, groups=2):
         blocks = prefill_work.PrefillWork.allocate(99, 4, block_q, cpu)
         prefill_work.plan_prefill(rows[1], rows[2], longs(4), 4, 1, blocks)
         prefill_attention.prefill_attention(

@@ -1,0 +1,69 @@
+"""Once an engine has started nothing is compiled, neither for a first batch of some size nor for any kind of sampling.
+
+It would hold up everybody for a second. In a process of its own, as kernels that another test compiled would not count.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.bench import workloads
+from stretto.request import SamplingParams
+from tests.gpu.test_cuda_engine import MIXES, started
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+LOADS = ((1, 1), (1, 1000), (1, 3500), (5, 30), (64, 9), (20, 200), (40, 100))
+"""(requests, tokens of each prompt); they arrive one by one while others decode if there are less than 64."""
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nothing_is_compiled_once_an_engine_has_started(tmp_path: Path, deterministic: bool) -> None:
+    command = [sys.executable, "-m", "tests.gpu.test_compiled_gpu", str(tmp_path), str(int(deterministic))]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    started_with, *later = found.stdout.splitlines()
+    assert int(started_with) > 10
+    assert later == []
+
+
+def main(folder: Path, deterministic: bool) -> None:
+    """Print how many kernels starting compiles, then a line for each that is compiled later."""
+    import triton
+
+    compiled: list[str] = []
+    compile_kernel = triton.JITFunction._do_compile
+
+    def noted(kernel: triton.JITFunction, *args: object) -> object:
+        compiled.append(kernel.__name__)
+        return compile_kernel(kernel, *args)
+
+    triton.JITFunction._do_compile = noted
+    shape = workloads.write_model("qwen3-0.6b", folder)
+    adjusted = SamplingParams(presence_penalty=0.5, logit_bias={3: 1.0}, max_tokens=40, ignore_eos=True)
+    scored = SamplingParams(prompt_logprobs=2, max_tokens=2, ignore_eos=True)
+    options = {"max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 4096, "dtype": "bfloat16"}
+    with started(shape, **options, deterministic=deterministic) as runtime:
+        print(len(compiled))
+        for params in (*MIXES.values(), adjusted, scored):
+            for count, length in LOADS:
+                compiled.clear()
+                for index in range(count):
+                    runtime.add([7 + index] * length, params, seed=index)
+                    if count < 64:
+                        runtime.step()
+                while runtime.has_work:
+                    runtime.step()
+                for name in compiled:
+                    print(f"{name} in {count} prompts of {length} tokens, {params}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), bool(int(sys.argv[2])))
