@@ -41,7 +41,7 @@ ADJUSTMENTS: dict[str, dict[str, int]] = {
 
 
 def rows_and_mix(count: int, vocabulary: int, case: dict[str, float]) -> tuple[SamplingRows, SamplingMix]:
-    """Equal rows of a case, on the CPU."""
+    """Equal rows of a case, with a seed each, on the CPU."""
     rows = SamplingRows(
         temperature_S=torch.full((count,), case.get("temperature", 1.0), dtype=torch.float32),
         top_k_S=torch.full((count,), int(case.get("top_k", 0)), dtype=torch.int64),

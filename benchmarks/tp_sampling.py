@@ -18,43 +18,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
 import torch
+from sampler import rows_and_mix
 from torch.distributed import TCPStore
 
 from stretto.distributed.group import TensorGroup, connect_group
 from stretto.engine.sampler import SampledOut, sample
-from stretto.engine.sampling_rows import SamplingMix, SamplingRows
 from stretto.engine.split_sampling import sample_split
 
 VOCABULARIES = (32_000, 49_152, 151_936)
 ROWS = (1, 4, 16, 64)
 TEMPERATURES = {"greedy": 0.0, "temperature": 1.0}
-
-
-def rows_and_mix(count: int, vocabulary: int, temperature: float) -> tuple[SamplingRows, SamplingMix]:
-    """Equal rows, with a seed each."""
-    rows = SamplingRows(
-        temperature_S=torch.full((count,), temperature),
-        top_k_S=torch.zeros(count, dtype=torch.int64),
-        top_p_S=torch.ones(count),
-        min_p_S=torch.zeros(count),
-        seed_S=torch.arange(count),
-        position_S=torch.arange(count) + 100,
-        min_position_S=torch.zeros(count, dtype=torch.int64),
-        stop_ids_SE=torch.full((count, 4), -1, dtype=torch.int64),
-    )
-    mix = SamplingMix.of(
-        vocabulary=vocabulary,
-        temperature=rows.temperature_S.numpy(),
-        top_k=rows.top_k_S.numpy(),
-        top_p=rows.top_p_S.numpy(),
-        min_p=rows.min_p_S.numpy(),
-        position=rows.position_S.numpy(),
-        min_position=rows.min_position_S.numpy(),
-        num_logprobs=np.full(count, -1),
-    )
-    return rows, mix
 
 
 def measure(group: TensorGroup, calls: int) -> list[dict[str, Any]]:
@@ -67,7 +41,7 @@ def measure(group: TensorGroup, calls: int) -> list[dict[str, Any]]:
             logits = torch.randn(count, width * group.size, generator=torch.Generator().manual_seed(0)) * 3
             part = logits[:, group.rank * width : (group.rank + 1) * width].contiguous()
             for name, temperature in TEMPERATURES.items():
-                rows, mix = rows_and_mix(count, vocabulary, temperature)
+                rows, mix = rows_and_mix(count, vocabulary, {"temperature": temperature})
                 outs = SampledOut.allocate(count, 0, part.device), SampledOut.allocate(count, 0, part.device)
 
                 def gather(part: Any = part, rows: Any = rows, mix: Any = mix, out: Any = outs[0], v: int = vocabulary):
