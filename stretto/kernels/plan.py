@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -190,6 +191,13 @@ def derive_decode(
     )
 
 
+@triton.jit
+def cache_location(page_table_ptr, slot, position, inside, table_stride, PAGE: tl.constexpr):
+    """page * page size + offset of the token at `position` of the request in `slot`; 0 where not `inside`."""
+    page = tl.load(page_table_ptr + slot * table_stride + position // PAGE, mask=inside, other=0)
+    return tl.where(inside, page * PAGE + position % PAGE, 0)
+
+
 @kernel(do_not_specialize=["num_rows", "num_pieces", "token_stride", "table_stride"])
 def _derive_decode(
     slot_ptr,
@@ -227,11 +235,11 @@ def _derive_decode(
         slot = tl.load(slot_ptr + program)
         position = tl.load(length_ptr + slot)
         token = tl.load(token_ids_ptr + slot * token_stride + position)
-        page = tl.load(page_table_ptr + slot * table_stride + position // PAGE)
+        location = cache_location(page_table_ptr, slot, position, True, table_stride, PAGE)
         tl.store(context_ptr + program, position + 1)
         tl.store(input_ids_ptr + program, token)
         tl.store(positions_ptr + program, position)
-        tl.store(location_ptr + program, page * PAGE + position % PAGE)
+        tl.store(location_ptr + program, location)
         d = tl.arange(0, BLOCK)
         if SPLIT:
             index = token - FIRST_ID

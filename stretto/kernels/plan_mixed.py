@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.kernels.decode_attention import DecodeWork, plan_decode_work
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, next_power_of_2
-from stretto.kernels.plan import PIECES, StepInputs
+from stretto.kernels.plan import PIECES, StepInputs, cache_location
 from stretto.kernels.prefill_work import BLOCKS_PER_PROGRAM, PrefillWork, count_up_to, find_blocks, write_blocks
 
 if TYPE_CHECKING:  # only what they are made of matters here; the engine is above the kernels
@@ -159,8 +159,7 @@ def _derive_mixed(
         given = tl.load(staged_ptr + prefill_at + t - num_decode, mask=inside & (t >= num_decode), other=0).to(tl.int64)
         token = tl.where(decodes, tl.load(known, mask=inside & decodes, other=0), given)
         tl.store(known, given, mask=inside & (t >= num_decode))
-        page = tl.load(page_table_ptr + slot * table_stride + position // PAGE, mask=inside, other=0)
-        location = tl.where(inside, page * PAGE + position % PAGE, 0)
+        location = cache_location(page_table_ptr, slot, position, inside, table_stride, PAGE)
         tl.store(input_ids_ptr + t, token, mask=t < padded)
         tl.store(positions_ptr + t, tl.where(inside, position, 0), mask=t < padded)
         tl.store(location_ptr + t, location, mask=t < padded)
