@@ -1,4 +1,4 @@
-"""How the leader's bytes reach every follower: the interface, its errors and its limits.
+"""How the leader's bytes reach every follower: the interface, its errors and limits, and how an end fails.
 
 Owns no socket and no memory; each transport is a module beside this one, and `choice.py` picks one.
 """
@@ -76,6 +76,30 @@ class Limits:
         """Raises ValueError if a message is longer than allowed."""
         if len(data) > self.largest_message:
             raise ValueError(f"a message of {len(data):,} bytes; at most {self.largest_message:,} are allowed")
+
+    def room(self, cost: int) -> int:
+        """What may wait before a message that counts `cost` bytes; a very long one goes when half is free."""
+        return self.pending_bytes - min(cost, self.pending_bytes // 2)
+
+
+class TransportEnd:
+    """What each end of each transport has: the error that ended it, which every call but `close` raises again."""
+
+    def __init__(self) -> None:
+        self._failure: TransportError | None = None
+
+    def _usable(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, failure: TransportError) -> TransportError:
+        """Remember `failure`, for the caller to raise."""
+        self._failure = failure
+        return failure
+
+    def _set_closed(self) -> None:
+        if self._failure is None:
+            self._failure = TransportError("this end of the control plane is closed")
 
 
 class LeaderTransport(Protocol):

@@ -28,6 +28,7 @@ from stretto.distributed.transport.base import (
     FollowerBehind,
     Limits,
     PeerGone,
+    TransportEnd,
     TransportError,
     missing,
 )
@@ -103,17 +104,17 @@ class _Group:
         self._group = None
 
 
-class GlooLeader:
+class GlooLeader(TransportEnd):
     """Starts a broadcast, or two, for each message and keeps them until they have ended."""
 
     def __init__(self, size: int, host: str, limits: Limits) -> None:
+        super().__init__()
         self._size, self._host, self._limits = size, host, limits
         self._running: deque[tuple[Any, int]] = deque()
         """Broadcasts that have not ended when last looked at, oldest first, and what each is counted as."""
         self._pending = self._number = 0
         self._looked = 0.0
         self._group: _Group | None = None
-        self._failure: TransportError | None = None
         self._closed = False
         session = secrets.token_hex(16)
         try:
@@ -162,7 +163,7 @@ class GlooLeader:
             raise ConnectFailed("publish before wait_for_followers")
         self._limits.check(data)
         cost = len(data) + _OVERHEAD
-        room = self._limits.pending_bytes - min(cost, self._limits.pending_bytes // 2)
+        room = self._limits.room(cost)
         if self._pending > room:
             self._wait_for_room(room)
         long = len(data) > _SHORT
@@ -191,7 +192,6 @@ class GlooLeader:
             with contextlib.suppress(TransportError, RuntimeError):
                 if self._failure is None:
                     self._start(_frame(_END, self._number, 0, b""), _OVERHEAD)
-                    self._failure = TransportError("this end of the control plane is closed")
                 deadline = time.monotonic() + self._limits.linger_s
                 while self._running and (left := deadline - time.monotonic()) > 0 and self._group.left() is None:
                     _wait(self._running[0][0], min(left, _LOOK_S / 5))
@@ -202,8 +202,7 @@ class GlooLeader:
             while self._is_busy() and time.monotonic() < deadline:
                 time.sleep(_LOOK_S / 5)
             self._group.close(busy=self._is_busy())
-        if self._failure is None:
-            self._failure = TransportError("this end of the control plane is closed")
+        self._set_closed()
         self._running.clear()
         self._group = self._store = None
 
@@ -241,32 +240,23 @@ class GlooLeader:
             if self._pending < before:
                 deadline, before = time.monotonic() + self._limits.patience_s, self._pending
 
-    def _usable(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
-    def _fail(self, failure: TransportError) -> TransportError:
-        self._failure = failure
-        return failure
-
-
-class GlooFollower:
+class GlooFollower(TransportEnd):
     """Takes part in the leader's broadcasts, one at a time."""
 
     def __init__(self, address: str, rank: int, size: int, timeout_s: float, limits: Limits, host: str | None) -> None:
+        super().__init__()
         self._limits = limits
         self._number = 0
         self._frame = bytearray(FRAME_BYTES)
         self._data: bytearray | None = None
         """Where the bytes of a long message go; None: a frame is to come."""
         self._work: Any = None
-        self._failure: TransportError | None = None
         self._group: _Group | None = _join(address, rank, size, timeout_s, host)
 
     def receive(self, timeout_s: float | None) -> bytes | None:
         """See FollowerTransport."""  # hot path
-        if self._failure is not None:
-            raise self._failure
+        self._usable()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while True:
@@ -278,14 +268,14 @@ class GlooFollower:
                     self._data, self._number = None, self._number + 1
                     return message
         except TransportError as failure:
-            self._failure = failure
+            self._fail(failure)
             raise
 
     def close(self) -> None:
         """See FollowerTransport."""
         if self._group is None:
             return
-        self._failure = TransportError("this end of the control plane is closed")
+        self._set_closed()
         self._group.leave()
         self._group.close(busy=self._work is not None and not self._work.is_completed())
         self._work = self._group = None

@@ -22,6 +22,7 @@ from stretto.distributed.transport.base import (
     FollowerBehind,
     Limits,
     PeerGone,
+    TransportEnd,
     TransportError,
     missing,
 )
@@ -54,19 +55,19 @@ def connect(
     return SharedMemoryFollower(address.removeprefix(SCHEME), rank, size, timeout_s, limits)
 
 
-class SharedMemoryLeader:
+class SharedMemoryLeader(TransportEnd):
     """Writes each message once; each follower that sleeps costs one write to its pipe, the others nothing."""
 
     def __init__(self, size: int, limits: Limits) -> None:
         if not hasattr(os, "memfd_create"):
             raise NotSupported("the shared_memory transport needs Linux; choose zeromq or gloo")
+        super().__init__()
         self._limits = limits
         self._ring = RingWriter(size, limits.pending_bytes)
         self._bells: dict[int, int] = {}
         self._breaks = select.poll()
         self._rank_of_fd: dict[int, int] = {}
         self._number = 0
-        self._failure: TransportError | None = None
         self._directory: Path | None = make_private_directory()
         self._listener: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = self._directory / "control.sock"
@@ -124,8 +125,7 @@ class SharedMemoryLeader:
 
     def close(self) -> None:
         """See LeaderTransport. Returns at once: what was published stays in memory as long as a follower has it."""
-        if self._failure is None:
-            self._failure = TransportError("this end of the control plane is closed")
+        self._set_closed()
         if self._ring.fd < 0:
             return
         self._ring.end()
@@ -197,21 +197,14 @@ class SharedMemoryLeader:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._listener = self._directory = None
 
-    def _usable(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
-    def _fail(self, failure: TransportError) -> TransportError:
-        self._failure = failure
-        return failure
-
-
-class SharedMemoryFollower:
+class SharedMemoryFollower(TransportEnd):
     """Reads the ring of the leader whose socket is at `path`. `spin_s`: how long `receive` looks before it sleeps."""
 
     def __init__(
         self, path: str, rank: int, size: int, timeout_s: float, limits: Limits, spin_s: float = SPIN_S
     ) -> None:
+        super().__init__()
         self._limits, self._spin_s = limits, spin_s
         memory, self._ear = _join(path, rank, size, timeout_s)
         try:
@@ -229,19 +222,17 @@ class SharedMemoryFollower:
         self._pieces: list[bytes] = []
         self._seen = 0
         """Bytes that `_take` has left unread because they were not enough; what comes after its look is waited for."""
-        self._failure: TransportError | None = None
 
     def receive(self, timeout_s: float | None) -> bytes | None:
         """See FollowerTransport."""  # hot path
-        if self._failure is not None:
-            raise self._failure
+        self._usable()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while (message := self._take()) is None:
                 if not self._wait(deadline):
                     return None
         except TransportError as failure:
-            self._failure = failure
+            self._fail(failure)
             raise
         return message
 
@@ -252,7 +243,7 @@ class SharedMemoryFollower:
             self._ring.close()
             os.close(self._ear)  # breaks the pipe: the leader sees it
             self._ear = -1
-            self._failure = TransportError("this end of the control plane is closed")
+            self._set_closed()
 
     def _take(self) -> bytes | None:
         """The next message if all of it is there; what there is of a longer one is moved out."""  # hot path

@@ -31,6 +31,7 @@ from stretto.distributed.transport.base import (
     FollowerBehind,
     Limits,
     PeerGone,
+    TransportEnd,
     TransportError,
     missing,
 )
@@ -83,10 +84,11 @@ def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
 
 
-class ZeroMQLeader:
+class ZeroMQLeader(TransportEnd):
     """Publishes. ZeroMQ's own thread does the sending, so `publish` is only a hand-over."""
 
     def __init__(self, size: int, host: str | None, limits: Limits) -> None:
+        super().__init__()
         self._size, self._limits = size, limits
         self._session = secrets.token_bytes(16)
         self._topics: dict[int, bytes] = {}
@@ -94,7 +96,6 @@ class ZeroMQLeader:
         self._sent = self._number = 0
         self._slowest = 0
         self._said_goodbye: set[int] = set()
-        self._failure: TransportError | None = None
         self._closed = False
         self._directory = make_private_directory() if host is None else None
         self._context: zmq.Context[Any] = zmq.Context()
@@ -135,15 +136,14 @@ class ZeroMQLeader:
             raise ConnectFailed("publish before wait_for_followers")
         self._limits.check(data)
         cost = _cost(data)
-        if self._sent - self._slowest > self._room(cost):
+        if self._sent - self._slowest > self._limits.room(cost):
             self._wait_for_room(cost)
         self._send(_MESSAGE, data)
         self._sent += cost
 
     def check(self) -> None:
         """See LeaderTransport."""  # hot path
-        if self._failure is not None:
-            raise self._failure
+        self._usable()
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._hear(self._socket.recv(zmq.NOBLOCK))
 
@@ -155,8 +155,7 @@ class ZeroMQLeader:
         linger = round(self._limits.linger_s * 1000) if self._topics else 0
         with contextlib.suppress(zmq.ZMQError):
             self._send(_END, b"")
-        if self._failure is None:
-            self._failure = TransportError("this end of the control plane is closed")
+        self._set_closed()
         self._socket.close(linger)
         self._context.term()
         self._remove_directory()
@@ -206,10 +205,6 @@ class ZeroMQLeader:
             if known == topic:
                 raise self._fail(PeerGone(rank, orderly=rank in self._said_goodbye))
 
-    def _room(self, cost: int) -> int:
-        """How much may wait before a message of this cost. A very long one goes when half of the limit is free."""
-        return self._limits.pending_bytes - min(cost, self._limits.pending_bytes // 2)
-
     def _wait_for_room(self, cost: int) -> None:
         """Wait until the slowest follower has read enough."""
         deadline = time.monotonic() + self._limits.patience_s
@@ -219,7 +214,7 @@ class ZeroMQLeader:
             if slowest > self._slowest:
                 self._slowest, deadline = slowest, time.monotonic() + self._limits.patience_s
             pending = self._sent - slowest
-            if pending <= self._room(cost):
+            if pending <= self._limits.room(cost):
                 return
             left = deadline - time.monotonic()
             if not self._socket.poll(_ms(left)) and left <= 0:
@@ -230,21 +225,17 @@ class ZeroMQLeader:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _fail(self, failure: TransportError) -> TransportError:
-        self._failure = failure
-        return failure
 
-
-class ZeroMQFollower:
+class ZeroMQFollower(TransportEnd):
     """Subscribes. A monitor of the connection tells when the leader is gone."""
 
     def __init__(self, address: str, rank: int, size: int, timeout_s: float) -> None:
         endpoint, sharp, session = address.removeprefix("zmq+").rpartition("#")
         if not sharp or len(session) != 32 or set(session) - set("0123456789abcdef"):
             raise ValueError(f"not the address of a ZeroMQ control plane: {address!r}")
+        super().__init__()
         self._rank, self._session = rank, bytes.fromhex(session)
         self._number = self._read = self._reported = 0
-        self._failure: TransportError | None = None
         self._broken = False
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XSUB)
@@ -262,13 +253,12 @@ class ZeroMQFollower:
 
     def receive(self, timeout_s: float | None) -> bytes | None:
         """See FollowerTransport."""  # hot path
-        if self._failure is not None:
-            raise self._failure
+        self._usable()
         try:
             frames = self._next(timeout_s)
             return None if frames is None else self._open(frames)
         except TransportError as failure:
-            self._failure = failure
+            self._fail(failure)
             raise
 
     def close(self) -> None:
@@ -276,7 +266,7 @@ class ZeroMQFollower:
         if self._context.closed:
             return
         leader_gone = isinstance(self._failure, PeerGone)
-        self._failure = TransportError("this end of the control plane is closed")
+        self._set_closed()
         with contextlib.suppress(zmq.ZMQError):
             self._report(_LEFT)
         self._socket.disable_monitor()
