@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_every_kernel_compiles() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_kernel_compiles(dtype: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.compile_kernels"],
+        [sys.executable, "-m", "tests.helpers.compile_kernels", dtype],
         cwd=Path(__file__).parents[1],
         env=environment,
         capture_output=True,

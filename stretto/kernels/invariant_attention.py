@@ -97,7 +97,7 @@ def invariant_attention(
         else (scratch.partial_BKZGH, scratch.state_BKZG2, scratch.arrived_BK)
     )
     tiles = num_rows if parallel else tokens // queries + num_rows
-    block_k = 64 if dim <= 128 and q_TNH.dtype.itemsize == 2 else 32
+    block_k = 16 if q_TNH.dtype.itemsize > 2 else 64 if dim <= 128 else 32  # more would not fit into registers
     _invariant_attention[(tiles, kv_heads, parts)](
         q_TNH,
         keys_PKSH,

@@ -63,11 +63,14 @@ def query_block(head_dim: int, groups: int, num_tokens: int) -> int:
 
 
 def _keys_at_once(rows: int, head_dim: int, element_bytes: int) -> tuple[int, int]:
-    """(keys of a block, blocks of keys in shared memory): the fastest of some on an H200, in bf16; float32 fits."""
+    """(keys of a block, blocks of keys in shared memory): the fastest of some on an H200, in bf16.
+
+    In float32, whose products take registers, more than fit into them would cost gigabytes: see `count_up_to`.
+    """
+    if element_bytes > 2:
+        return 16, 2
     if head_dim > 128:
         return 32, 2
-    if element_bytes > 2:
-        return 64, 2
     return (64, 3) if rows > 64 else (128, 2)
 
 

@@ -1,4 +1,4 @@
-"""Compiles every kernel for Hopper, without a GPU: `python -m tests.helpers.compile_kernels`.
+"""Compiles every kernel for Hopper, without a GPU: `python -m tests.helpers.compile_kernels bfloat16` (or float32).
 
 Triton's interpreter accepts programs that its compiler does not (a name with two types, say). The kernels' own launch
 functions are called on CPU tensors, with the launch replaced by a compilation.
@@ -72,8 +72,8 @@ def _stack_bytes(cubin: bytes) -> int:
     return max(int(found) for found in re.findall(r"STACK:(\d+)", used))
 
 
-def compile_all() -> None:
-    """Every kernel, with shapes that take every branch of the launch functions."""
+def compile_all(dtype: torch.dtype) -> None:
+    """Every kernel that models of `dtype` use, with shapes that take every branch of the launch functions."""
     from stretto.kernels import (
         decode_attention,
         elementwise,
@@ -99,52 +99,53 @@ def compile_all() -> None:
     launch.dependent_launch = lambda device: True  # type: ignore[assignment]
     cpu = torch.device("cpu")
 
-    def bf16(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16)
+    def low(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
 
     def longs(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
-    elementwise.add_rms_norm(bf16(2, 1024), bf16(2, 1024), bf16(1024), 1e-6)
-    elementwise.add_rms_norm(bf16(2, 1024), torch.zeros(4, 2, 1024), bf16(1024), 1e-6)
-    elementwise.sum_parts(torch.zeros(4, 2, 1024), torch.bfloat16)
-    elementwise.silu_and_mul(bf16(2, 2048))
+    elementwise.add_rms_norm(low(2, 1024), low(2, 1024), low(1024), 1e-6)
+    elementwise.add_rms_norm(low(2, 1024), torch.zeros(4, 2, 1024), low(1024), 1e-6)
+    elementwise.sum_parts(torch.zeros(4, 2, 1024), dtype)
+    elementwise.silu_and_mul(low(2, 2048))
     peers = exchange.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**11, 2**19)
-    exchange.sum_ranks(bf16(3, 1024), peers)
+    exchange.sum_ranks(low(3, 1024), peers)
     exchange.add_sum(torch.zeros(3, 1024), torch.zeros(3, 1024), peers)
-    exchange.add_sum_rms_norm(bf16(2, 1024), bf16(2, 1024), bf16(1024), 1e-6, peers)
-    transform = rope_write.HeadTransform(16, 8, bf16(24, 128), 1e-6, torch.zeros(64, 128))
-    cache = bf16(2, 8, 8, 16, 128)
+    exchange.add_sum_rms_norm(low(2, 1024), low(2, 1024), low(1024), 1e-6, peers)
+    transform = rope_write.HeadTransform(16, 8, low(24, 128), 1e-6, torch.zeros(64, 128))
+    cache = low(2, 8, 8, 16, 128)
     rope_write.rope_write(torch.zeros(2, 2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
-    rope_write.rope_write(bf16(2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
+    rope_write.rope_write(low(2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
     work = decode_attention.DecodeWork.allocate(4, 16, 8, 128, cpu)
     rows = (longs(9, 4), longs(4), longs(4))
     decode_attention.plan_decode(rows[2], 4, 8, work)
-    decode_attention.decode_attention(bf16(4, 16, 128), cache[0], cache[1], *rows, 0.1, work, bf16(4, 16, 128))
+    decode_attention.decode_attention(low(4, 16, 128), cache[0], cache[1], *rows, 0.1, work, low(4, 16, 128))
     for block_q in prefill_attention.query_blocks(128, groups=2):
         blocks = prefill_work.PrefillWork.allocate(99, 4, block_q, cpu)
         prefill_work.plan_prefill(rows[1], rows[2], longs(4), 4, 1, blocks)
         prefill_attention.prefill_attention(
-            bf16(99, 16, 128), cache[0], cache[1], rows[0], blocks, 5, 0.1, bf16(99, 16, 128)
+            low(99, 16, 128), cache[0], cache[1], rows[0], blocks, 5, 0.1, low(99, 16, 128)
         )
     invariant_attention.invariant_attention(
-        bf16(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, bf16(99, 16, 128)
+        low(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, low(99, 16, 128)
     )
     scratch = invariant_attention.PartScratch.allocate(4, 16, 8, 128, 4096, cpu)
     invariant_attention.invariant_attention(
-        bf16(4, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, bf16(4, 16, 128), scratch
+        low(4, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, low(4, 16, 128), scratch
     )
     for count, outputs in ((9, 1024), (9, 9000), (300, 5000), (3000, 9000)):
-        invariant_matmul.invariant_matmul(bf16(count, 1024), bf16(outputs, 1024), bf16(outputs))
-    for norm, gate in ((products.Norm(bf16(1024), 1e-6), True), (None, False)):
-        products.small_matmul(bf16(1, 1024), bf16(512, 1024), bf16(512), norm=norm, gate=gate)
-    products.small_matmul(bf16(1, 4096), bf16(512, 4096), bf16(512), norm=products.Norm(bf16(4096), 1e-6), gate=True)
-    gated_matmul.gated_matmul(bf16(300, 1024), bf16(512, 1024))
+        invariant_matmul.invariant_matmul(low(count, 1024), low(outputs, 1024), low(outputs))
+    for norm, gate in ((products.Norm(low(1024), 1e-6), True), (None, False)):
+        products.small_matmul(low(1, 1024), low(512, 1024), low(512), norm=norm, gate=gate)
+    products.small_matmul(low(1, 4096), low(512, 4096), low(512), norm=products.Norm(low(4096), 1e-6), gate=True)
+    if dtype.itemsize == 2:
+        gated_matmul.gated_matmul(low(300, 1024), low(512, 1024))
     for count in (8, 64):
-        few_rows.few_rows_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512))
-        few_rows.few_rows_matmul(bf16(count, 1024), bf16(512, 1024), bf16(512), whole=True)
-        few_rows.few_rows_gated(bf16(count, 1024), bf16(512, 1024))
-    logits, scratch = bf16(3, 9001), sampling.SampleScratch.allocate(3, 9001, cpu)
+        few_rows.few_rows_matmul(low(count, 1024), low(512, 1024), low(512))
+        few_rows.few_rows_matmul(low(count, 1024), low(512, 1024), low(512), whole=True)
+        few_rows.few_rows_gated(low(count, 1024), low(512, 1024))
+    logits, scratch = low(3, 9001), sampling.SampleScratch.allocate(3, 9001, cpu)
     floats = torch.zeros(9)
     rows = (longs(3), longs(3), floats, longs(9), longs(9, 64), longs(9), longs(3), scratch)
     sampling.sample_rows(logits, *rows)
@@ -155,10 +156,10 @@ def compile_all() -> None:
     sampling.sample_rows(logits, *rows, filters=filters)
     sampling.mask_stop_ids(logits, longs(3), longs(3), longs(9), longs(9, 16))
     for rows in (4, 1024):
-        _compile_plan(rows, plan, plan_mixed, work, blocks)
+        _compile_plan(rows, plan, plan_mixed, work, blocks, dtype)
 
 
-def _compile_plan(rows: int, plan: Any, plan_mixed: Any, work: Any, blocks: Any) -> None:
+def _compile_plan(rows: int, plan: Any, plan_mixed: Any, work: Any, blocks: Any, dtype: torch.dtype) -> None:
     from stretto.config import SchedulerConfig
     from stretto.engine.staging import PlanLayout
     from stretto.engine.tables import DeviceTables
@@ -172,14 +173,14 @@ def _compile_plan(rows: int, plan: Any, plan_mixed: Any, work: Any, blocks: Any)
     staged = torch.zeros(layout.num_words, dtype=torch.int32)
     plan.apply_plan(staged, layout, tables, inputs)
     plan_mixed.derive_mixed(staged, layout, 1, 32, 16, tables, inputs, work, 8, blocks)
-    table = torch.zeros(9, 1024, dtype=torch.bfloat16)
+    table = torch.zeros(9, 1024, dtype=dtype)
     for first_id in (9, None):  # a rank's part of the table, and all of it
         plan.derive_decode(rows, 16, tables, inputs, work, 8, table, table.new_zeros(rows, 1024), first_id)
 
 
 if __name__ == "__main__":
-    compile_all()
-    for name in sys.argv[1:]:
+    compile_all(getattr(torch, sys.argv[1]))
+    for name in sys.argv[2:]:
         print(compiled[name].asm["ttgir"])
     print(len(compiled), "kernels:", ", ".join(sorted(compiled)))
     print("stack:", json.dumps(stack_bytes))
