@@ -73,18 +73,12 @@ class TritonPagedAttention:
     wants_lengths = False
     """Whether `expect` must be told of every step's lengths."""
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        max_rows: int,
-        *,
-        invariant_up_to: int | None = None,
-    ) -> None:
+    def __init__(self, shape: AttentionShape, max_rows: int, *, invariant_up_to: int | None = None) -> None:
         """Allocates the cache, zeroed, and room for steps of `max_rows` rows.
 
-        `invariant_up_to`: prompts and decode rows, of sequences of up to so many tokens, take one
-        kernel, whose results depend on nothing but a token's own row. Raises NotSupported if the heads cannot be
-        grouped or the head dim is odd.
+        `invariant_up_to`: prompts and decode rows, of sequences of up to so many tokens, take one kernel, whose results
+        depend on nothing but a token's own row. Raises NotSupported if the heads cannot be grouped or the head dim is
+        odd.
         """
         if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
             raise NotSupported(

@@ -20,18 +20,10 @@ from torch import Tensor
 
 from stretto.attention.triton_paged import PagedStep, TritonPagedAttention
 from stretto.engine.fused_choice import FusedChoice, kind_of
-from stretto.engine.graphs import (
-    FORWARD,
-    NUM_KINDS,
-    CudaRecorder,
-    StepGraphs,
-    choice_ladder,
-    ladder,
-    token_ladder,
-)
+from stretto.engine.graphs import FORWARD, NUM_KINDS, CudaRecorder, StepGraphs, choice_ladder, ladder, token_ladder
+from stretto.engine.padding_plans import padding_plans
 from stretto.engine.prompt_graphs import PromptGraphs
 from stretto.engine.runner import MakeRunner, RunnerParts, score_prompts
-from stretto.engine.sampling_rows import SamplingMix
 from stretto.engine.staging import PlanLayout, pack
 from stretto.kernels.plan import StepInputs, apply_plan, derive_decode
 from stretto.kernels.plan_mixed import derive_mixed
@@ -106,13 +98,7 @@ class FusedRunner:
         config = self._parts.config
         self._model.warm_up(config.max_num_batched_tokens)
         self._attention.prepare_equal(config.max_num_batched_tokens, self._equal_lengths)
-        decode_rows = {min(rows, config.max_rows - 1) for rows in (1, *self._attention.row_steps)}
-        runs = [(_SHORT, 0, rows, _PLAIN) for rows in sorted(decode_rows)]
-        runs += [(_SHORT, 0, 0, mix) for mix in (_PLAIN, _GUARDED, _BIASED, _ALL)]
-        runs += [(length, 1, 0, _PLAIN) for length in (_SHORT, _LONG)]
-        for length, past, decodes, mix in runs:
-            tokens = min(length, config.max_model_len - 1, config.max_num_batched_tokens - decodes)
-            plan = _padding_plan(tokens, past, decodes, mix)
+        for past, plan in padding_plans(config, self._attention.row_steps):
             layout = PlanLayout.of(plan, config.max_stop_ids)
             words = np.zeros(layout.num_words, np.int32)
             pack(plan, layout, words)
@@ -277,36 +263,3 @@ class FusedRunner:
             prefill=None,
             prefill_programs=0,
         )
-
-
-_PLAIN = SamplingMix(False, False, 0, False, False, False, -1)
-_GUARDED = replace(_PLAIN, any_min_tokens=True)
-_BIASED = replace(_PLAIN, max_biases=1)
-_ALL = replace(_BIASED, any_top_p=True, any_min_tokens=True, num_logprobs=0)
-"""With adjusted logits sampling runs in float32, which are kernels of their own."""
-_SHORT, _LONG = 32, 1024
-"""Chunks whose queries are cut into small and into large blocks."""
-
-
-def _padding_plan(tokens: int, past: int, decodes: int, mix: SamplingMix) -> StepPlan:
-    """A prompt chunk of the padding row after `past` tokens, behind `decodes` decode rows of it."""
-    rows, none = decodes + 1, np.empty(0, np.int64)
-    zeros_B = np.zeros(rows, np.int64)
-    return StepPlan(
-        index=0,
-        slots_B=zeros_B,
-        num_new_B=np.array([1] * decodes + [tokens]),
-        start_B=zeros_B + past,
-        num_decode=decodes,
-        prefill_tokens=np.zeros(tokens, np.int32),
-        sampled_S=np.arange(rows),
-        position_S=zeros_B + past + 1,
-        is_last_S=np.zeros(rows, np.bool_),
-        admitted=(),
-        page_slot_U=none,
-        page_index_U=none,
-        page_id_U=none,
-        max_pages=1,
-        page_table_BM=None,
-        mix=mix,
-    )
