@@ -38,7 +38,8 @@ from stretto.kernels import (
     small_matmul,
     split_sampling,
 )
-from stretto.kernels.decode_attention import DecodeWork, Tuning, decode_attention, plan_decode
+from stretto.kernels.decode_attention import decode_attention
+from stretto.kernels.decode_work import DecodeWork, Tuning, plan_decode
 from stretto.kernels.gated_matmul import gated_matmul
 from stretto.kernels.invariant_attention import PartScratch, invariant_attention
 from stretto.kernels.invariant_matmul import invariant_matmul

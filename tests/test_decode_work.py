@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from stretto.bench.decode_state import w1_decode_step
-from stretto.kernels import decode_attention as decode
+from stretto.kernels import decode_work as decode
+from stretto.kernels.decode_attention import decode_attention, decode_attention_reference
 from tests.test_kernels import DEVICE, GPU, Paged, assert_close, random
 
 KV_HEADS = 8
@@ -95,11 +96,11 @@ def test_attention_of_several_heads_a_unit(
     q = random(rows, heads, dim)
     work = decode.DecodeWork.allocate(rows, heads, kv_heads, dim, DEVICE, tuning)
     arguments = (paged.keys, paged.values, paged.table, paged.slots, paged.contexts)
-    expected = decode.decode_attention_reference(q, *arguments, 0.3)
+    expected = decode_attention_reference(q, *arguments, 0.3)
     decode.plan_decode(paged.contexts, rows, kv_heads, work)
     for _ in range(2):  # the second finds the counters as the first left them
         out = torch.full_like(q, float("nan"))
-        decode.decode_attention(q, *arguments, 0.3, work, out)
+        decode_attention(q, *arguments, 0.3, work, out)
         assert_close(out, expected)
     assert not work.arrived_BK.any()
 

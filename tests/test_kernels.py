@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from stretto.kernels import decode_attention as decode
 from stretto.kernels import launch, sampling
 from stretto.kernels import prefill_attention as prefill
+from stretto.kernels.decode_attention import decode_attention, decode_attention_reference
+from stretto.kernels.decode_work import DecodeWork, Tuning, plan_decode
 from stretto.kernels.elementwise import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -117,15 +118,13 @@ def test_decode_attention(
     paged = Paged(contexts, kv_heads, dim, page_size, dtype)
     rows = len(contexts)
     q = random(rows, heads + 5, dim, dtype=dtype)[:, :heads]
-    tuning = decode.Tuning.of(-(-pairs // kv_heads), heads, kv_heads, dim)
-    work = decode.DecodeWork.allocate(rows + 3, heads, kv_heads, dim, DEVICE, tuning)
-    expected = decode.decode_attention_reference(
-        q, paged.keys, paged.values, paged.table, paged.slots, paged.contexts, 0.3
-    )
-    decode.plan_decode(paged.contexts, rows, kv_heads, work)
+    tuning = Tuning.of(-(-pairs // kv_heads), heads, kv_heads, dim)
+    work = DecodeWork.allocate(rows + 3, heads, kv_heads, dim, DEVICE, tuning)
+    expected = decode_attention_reference(q, paged.keys, paged.values, paged.table, paged.slots, paged.contexts, 0.3)
+    plan_decode(paged.contexts, rows, kv_heads, work)
     for _ in range(2):  # the second finds the counters as the first left them
         out = torch.full((rows, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
-        decode.decode_attention(q, paged.keys, paged.values, paged.table, paged.slots, paged.contexts, 0.3, work, out)
+        decode_attention(q, paged.keys, paged.values, paged.table, paged.slots, paged.contexts, 0.3, work, out)
         assert_close(out, expected)
     assert not work.arrived_BK.any()
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from stretto.config import SchedulerConfig
 from stretto.engine.staging import PlanLayout
 from stretto.engine.tables import DeviceTables
-from stretto.kernels.decode_attention import DecodeWork, plan_decode
+from stretto.kernels.decode_work import DecodeWork, plan_decode
 from stretto.kernels.plan import StepInputs
 from stretto.kernels.plan_mixed import derive_mixed
 from stretto.kernels.prefill_work import PrefillWork, plan_prefill

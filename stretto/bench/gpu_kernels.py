@@ -20,7 +20,8 @@ from stretto.bench import workloads
 from stretto.bench.decode_state import w1_decode_step
 from stretto.bench.gpu import environment
 from stretto.kernels import few_rows
-from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode
+from stretto.kernels.decode_attention import decode_attention
+from stretto.kernels.decode_work import DecodeWork, plan_decode
 from stretto.kernels.elementwise import add_rms_norm, silu_and_mul
 from stretto.kernels.gated_matmul import gated_matmul
 from stretto.kernels.prefill_attention import prefill_attention, query_block

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.kernels.decode_attention import DecodeWork, plan_decode_work
+from stretto.kernels.decode_work import DecodeWork, plan_decode_work
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, next_power_of_2, options
 

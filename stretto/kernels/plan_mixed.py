@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import triton.language as tl
 from torch import Tensor
 
-from stretto.kernels.decode_attention import DecodeWork, plan_decode_work
+from stretto.kernels.decode_work import DecodeWork, plan_decode_work
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, next_power_of_2
 from stretto.kernels.plan import PIECES, StepInputs, cache_location

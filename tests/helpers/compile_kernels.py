@@ -76,6 +76,7 @@ def compile_all(dtype: torch.dtype) -> None:
     """Every kernel that models of `dtype` use, with shapes that take every branch of the launch functions."""
     from stretto.kernels import (
         decode_attention,
+        decode_work,
         elementwise,
         exchange,
         few_rows,
@@ -117,9 +118,9 @@ def compile_all(dtype: torch.dtype) -> None:
     cache = low(2, 8, 8, 16, 128)
     rope_write.rope_write(torch.zeros(2, 2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
     rope_write.rope_write(low(2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
-    work = decode_attention.DecodeWork.allocate(4, 16, 8, 128, cpu)
+    work = decode_work.DecodeWork.allocate(4, 16, 8, 128, cpu)
     rows = (longs(9, 4), longs(4), longs(4))
-    decode_attention.plan_decode(rows[2], 4, 8, work)
+    decode_work.plan_decode(rows[2], 4, 8, work)
     decode_attention.decode_attention(low(4, 16, 128), cache[0], cache[1], *rows, 0.1, work, low(4, 16, 128))
     for block_q in prefill_attention.query_blocks(128, groups=2):
         blocks = prefill_work.PrefillWork.allocate(99, 4, block_q, cpu)
