@@ -129,7 +129,7 @@ def invariant_attention(
         PARTS=parts,
         PARALLEL=parallel,
         PRECISION=dot_precision(q_TNH.dtype),
-        num_warps=4,
+        num_warps=8 if q_TNH.dtype.itemsize > 2 else 4,
         num_stages=2,
         **options(q_TNH.device),
     )
