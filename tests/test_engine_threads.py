@@ -86,14 +86,19 @@ def test_a_length_that_differs_from_the_device_is_found(monkeypatch: pytest.Monk
 
 
 COUNT_THREADS = """
-import os, sys
+import os, sys, time
 from stretto.assembly import assemble
 from stretto.config import EngineConfig
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
 
 def threads():
-    return len(os.listdir("/proc/self/task"))
+    # Those that end are gone: it is the same number for a fifth of a second.
+    counts = [0]
+    while len(counts) < 20 or len(set(counts[-20:])) > 1:
+        time.sleep(0.01)
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts[-1]
 
 config = EngineConfig(
     model=sys.argv[1], load_format="dummy", skip_tokenizer_init=True, num_threads=2, max_num_seqs=1024, device="cpu"
