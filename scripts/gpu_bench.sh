@@ -15,4 +15,9 @@ bench --model qwen3-8b --workload w2:1 --workload w2:32 --workload w2:128 --work
 bench --depth 1 --depth 0 --depth 2 --no-graphs "${short[@]}" "${online[@]}" --output "$OUT/gpu_ablation.json"
 STRETTO_DISABLE_PDL=1 bench "${short[@]}" --output "$OUT/gpu_ablation_no_pdl.json"
 bench --attention-backend torch "${short[@]}" --output "$OUT/gpu_ablation_plain.json"
+if "$PYTHON" -c 'import flashinfer' 2>/dev/null; then
+  bench --attention-backend flashinfer "${short[@]}" --workload w1 --workload w3 --output "$OUT/gpu_flashinfer.json"
+else
+  echo "FlashInfer is not installed: not compared"
+fi
 bench --deterministic "${short[@]}" --workload w3 --output "$OUT/gpu_deterministic.json"
