@@ -18,7 +18,8 @@ from torch import Tensor
 
 from stretto.attention.base import AttentionInputs, AttentionShape, IntArray
 from stretto.errors import NotSupported
-from stretto.kernels.decode_attention import DecodeWork, decode_attention, plan_decode, row_steps
+from stretto.kernels.decode_attention import decode_attention
+from stretto.kernels.decode_work import DecodeWork, plan_decode, row_steps
 from stretto.kernels.invariant_attention import PartScratch, invariant_attention
 from stretto.kernels.prefill_attention import prefill_attention, query_block, query_blocks
 from stretto.kernels.prefill_work import PrefillWork, plan_prefill
@@ -101,10 +102,10 @@ class TritonPagedAttention:
             self._parts = PartScratch.allocate(max_rows, *heads[:3], invariant_up_to, shape.device)
         self._cudnn = (
             self._parts is None
-            and shape.device.type == "cuda"
             and shape.dtype.itemsize == 2
             and shape.head_dim <= CUDNN_HEAD_DIM
             and shape.head_dim % 8 == 0
+            and _has_cudnn_attention(shape.device)
         )
         self._step: PagedStep | None = None
 
@@ -285,3 +286,11 @@ class TritonPagedAttention:
         if self._step is None:
             raise RuntimeError("attention is asked for before a step began")
         return self._step
+
+
+def _has_cudnn_attention(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )

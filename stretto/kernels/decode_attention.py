@@ -13,9 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from stretto.kernels.decode_work import DecodeWork as DecodeWork
-from stretto.kernels.decode_work import plan_decode as plan_decode
-from stretto.kernels.decode_work import row_steps as row_steps
+from stretto.kernels.decode_work import DecodeWork
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import dot_precision, next_power_of_2, options
 
