@@ -1,6 +1,7 @@
-"""Host cost of an unchanged decode step (turn + schedule + launch's packing + process) with a model that does nothing.
+"""Host cost of steps with a model that does nothing: of unchanged decode steps, and of such as admit or end requests.
 
-Run: python benchmarks/host_cost.py [--json FILE]. One core; prints microseconds per step from 1 to 1,024 requests.
+Run: python benchmarks/host_cost.py [--json FILE]. One core; prints microseconds per unchanged step (turn + schedule +
+launch's packing + process) from 1 to 1,024 requests, and microseconds per request where all come, or end, in one step.
 """
 
 from __future__ import annotations
@@ -77,6 +78,38 @@ def measure(num_requests: int, page_size: int = 16) -> dict[str, float]:
     }
 
 
+def measure_turnover(num_requests: int, prompt_len: int = 8, rounds: int = 5) -> dict[str, float]:
+    """Least microseconds per request of the step that admits all, and of taking in the one that ends all."""
+    config = SchedulerConfig(
+        max_num_seqs=num_requests,
+        max_num_batched_tokens=max(2048, num_requests * prompt_len),
+        max_model_len=1024,
+        num_pages=1 + 64 * num_requests,
+        overlap_depth=1,
+        vocab_size=50_000,
+    )
+    device = CpuDevice(1)
+    scheduler = Scheduler(config, device, PagePool(config.num_pages), NoCache())
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    results = StepResults(np.full(num_requests, 7, np.int64))
+    admit_s, end_s = [], []
+    for first in range(0, rounds * num_requests, num_requests):
+        for uid in range(first, first + num_requests):
+            prompt = np.full(prompt_len, 5, np.int32)
+            scheduler.add(Request(uid, prompt, params, seed=uid, final_len=prompt_len + 2, stop_ids=()))
+        begin = time.perf_counter()
+        admitting = _scheduled(scheduler)
+        admit_s.append(time.perf_counter() - begin)
+        ending = _scheduled(scheduler)
+        scheduler.process(admitting, results)
+        begin = time.perf_counter()
+        output = scheduler.process(ending, results)
+        end_s.append(time.perf_counter() - begin)
+        assert len(output.finished) == num_requests
+    device.close()
+    return {"admit": min(admit_s) / num_requests * 1e6, "end": min(end_s) / num_requests * 1e6}
+
+
 class _Nobody:
     """An inbox that stays empty."""
 
@@ -109,13 +142,19 @@ def main() -> None:
             f"{batch:8d} {row['turn']:6.1f} {row['schedule']:9.1f} {row['pack']:6.1f} {row['process']:8.1f} "
             f"{row['total']:10.1f} {row['total_mean']:8.1f}"
         )
+    turnover = {}
+    print(f"{'requests':>8} {'admit':>6} {'end':>6}  us each")
+    for batch in BATCHES:
+        one = turnover[batch] = measure_turnover(batch)
+        print(f"{batch:8d} {one['admit']:6.1f} {one['end']:6.1f}")
     if arguments.json:
         machine = {
             "python": platform.python_version(),
             "machine": platform.machine(),
             "date": time.strftime("%Y-%m-%d"),
         }
-        arguments.json.write_text(json.dumps({"machine": machine, "microseconds_per_step": rows}, indent=1) + "\n")
+        report = {"machine": machine, "microseconds_per_step": rows, "microseconds_per_request": turnover}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

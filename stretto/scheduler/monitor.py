@@ -55,7 +55,8 @@ class ScheduleMonitor:
         if len(productive) >= scheduler.config.max_num_seqs:
             return
         prefix = scheduler.cache.lock(may_be_cached(first), first.cache_key)
-        fits = scheduler.pages.can_admit(first, prefix, scheduler.lifecycle.prefill.running, len(productive))
+        missing = scheduler.pages.missing(scheduler.lifecycle.prefill.running)
+        fits = scheduler.pages.can_admit(first, prefix, missing, len(productive))
         scheduler.cache.unlock(prefix)
         if fits:
             raise HazardError(

@@ -91,23 +91,27 @@ class PageBook:
         freed = self.pool.num_freed_by([page for request in leaving for page in request.pages])
         return freed + self._cache.num_unlocked_by([r.prefix for r in leaving if r.prefix is not None])
 
-    def can_admit(self, request: Request, prefix: Prefix, prefilling: Sequence[Request], num_running: int) -> bool:
+    def can_admit(self, request: Request, prefix: Prefix, missing: int, num_running: int) -> bool:
         """Whether a waiting request's whole prompt fits now, beside what the running ones need soon.
 
-        What they need soon: the rest of the prompts being computed, and a page for each running request, so that an
-        admission is not followed at once by a preemption.
+        What they need soon: the `missing` pages of the prompts being computed, and a page for each running request, so
+        that an admission is not followed at once by a preemption.
         """
-        slots = self._slots
         own = self._pages_of(len(request.token_ids)) - len(prefix.pages)
-        rest = sum(max(0, self._pages_of(int(slots.target[r.slot])) - int(slots.num_pages[r.slot])) for r in prefilling)
-        return own + rest + num_running <= self.num_available
+        return own + missing + num_running <= self.num_available
+
+    def missing(self, prefilling: Sequence[Request]) -> int:
+        """Pages that these requests need for the rest of their prompts."""
+        slots = self._slots
+        return sum(max(0, self._pages_of(int(slots.target[r.slot])) - int(slots.num_pages[r.slot])) for r in prefilling)
 
     def adopt(self, request: Request, prefix: Prefix) -> None:
         """Put a locked cached prefix at the beginning of `request`'s pages."""
         request.prefix = prefix
-        self.pool.share(prefix.pages)
-        self._append(request, prefix.pages)
-        self._slots.length[request.slot] = prefix.num_tokens
+        if prefix.num_tokens:
+            self.pool.share(prefix.pages)
+            self._append(request, prefix.pages)
+            self._slots.length[request.slot] = prefix.num_tokens
 
     def give(self, request: Request, num_pages: int) -> None:
         """Append `num_pages` new pages, which must be available."""

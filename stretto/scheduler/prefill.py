@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from dataclasses import dataclass
+from operator import attrgetter
 
 from stretto.request import Request, RequestState
 
@@ -14,6 +16,9 @@ class Chunk:
 
     request: Request
     num_tokens: int
+
+
+_order = attrgetter("order")
 
 
 class PrefillManager:
@@ -57,8 +62,7 @@ class PrefillManager:
         self._num_waiting -= 1
         self.num_waiting_tokens -= len(request.token_ids)
         request.state = RequestState.PREFILL
-        self.running.append(request)
-        self.running.sort(key=lambda r: r.order)
+        bisect.insort(self.running, request, key=_order)
 
     def leave(self, request: Request) -> None:
         """`request`'s prompt is wholly launched, or it gives up its slot."""

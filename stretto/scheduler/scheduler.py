@@ -178,12 +178,13 @@ class Scheduler:
         chunks: list[Chunk] = []
         lifecycle = self.lifecycle
         cached_room = self.config.max_model_len  # tokens of cached prefixes that a plan has room for; one always fits
+        missing = self.pages.missing(lifecycle.prefill.running)
         while budget > 0 and self.num_running < self.config.max_num_seqs and self.slots.num_free:
             request = lifecycle.prefill.first()
             if request is None:
                 break
             prefix = self.cache.lock(may_be_cached(request), request.cache_key)
-            if not self.pages.can_admit(request, prefix, lifecycle.prefill.running, self.num_running):
+            if not self.pages.can_admit(request, prefix, missing, self.num_running):
                 self.cache.unlock(prefix)
                 break
             if request.params.has_penalties and prefix.num_tokens > cached_room:
@@ -197,6 +198,7 @@ class Scheduler:
                 cached_room -= len(adjustment.cached_tokens)
             chunk = Chunk(request, min(len(request.token_ids) - prefix.num_tokens, budget))
             self.pages.give(request, self.pages.needed(chunk))
+            missing += self.pages.missing([request])
             lifecycle.chunk_scheduled(chunk)
             self._admitted.append(request)
             chunks.append(chunk)
