@@ -22,22 +22,24 @@ PATIENCE_SECONDS = 60.0
 
 
 class Terminal:
-    """A command on a pseudo-terminal."""
+    """A command on a pseudo-terminal; `piped`: but for its standard output, which alone is looked at then."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, piped: bool = False) -> None:
         self._fd, child = pty.openpty()
+        self._output, output = os.pipe() if piped else (os.dup(self._fd), os.dup(child))
         command = [sys.executable, "-m", "stretto", *arguments]
         environment = {**os.environ, "TERM": "dumb"}
         self.process = subprocess.Popen(
             command,
             stdin=child,
-            stdout=child,
+            stdout=output,
             stderr=child,
             env=environment,
             start_new_session=True,
             preexec_fn=_own_tty,
         )
         os.close(child)
+        os.close(output)
         self._shown = ""
         self._waited = 0
 
@@ -52,12 +54,15 @@ class Terminal:
         """Wait until `text` appears after what was waited for before."""
         deadline = time.monotonic() + seconds
         while (found := self._shown.find(text, self._waited)) < 0:
-            if not select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise TimeoutError(f"{text!r} did not appear in {self._shown[self._waited :]!r}")
             try:
-                self._shown += os.read(self._fd, 65536).decode(errors="replace")
+                shown = os.read(self._output, 65536)
             except OSError:
-                raise AssertionError(f"the command ended before {text!r}: {self._shown!r}") from None
+                shown = b""
+            if not shown:
+                raise AssertionError(f"the command ended before {text!r}: {self._shown!r}")
+            self._shown += shown.decode(errors="replace")
         self._waited = found + len(text)
 
     def close(self) -> None:
@@ -65,6 +70,7 @@ class Terminal:
             self.process.kill()
         self.process.wait()
         os.close(self._fd)
+        os.close(self._output)
 
 
 def _own_tty() -> None:
@@ -76,12 +82,12 @@ def _own_tty() -> None:
 
 
 @pytest.fixture
-def chat(tmp_path: Path) -> Iterator[Terminal]:
+def chat(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Terminal]:
     model = str(write_dummy_model(tmp_path, endless=True))
     # 30,000 tokens take this model half a minute: no answer ends by itself while the test looks.
     terminal = Terminal(
         "chat", "--model", model, "--load-format", "dummy", "--dtype", "float32", "--temperature", "0",
-        "--max-tokens", "30000", "--max-model-len", "32000",
+        "--max-tokens", "30000", "--max-model-len", "32000", piped=getattr(request, "param", False),
     )  # fmt: skip
     yield terminal
     terminal.close()
@@ -115,6 +121,19 @@ def test_prompt_keeps_unread_keys_when_ctrl_c_comes_and_restores_the_terminal(ch
     chat.type("/quit\n")
     assert chat.process.wait(PATIENCE_SECONDS) == 0
     assert chat.modes() == before
+
+
+@pytest.mark.parametrize("chat", [True], indirect=True, ids=["piped"])
+def test_ctrl_c_drops_what_was_typed_where_the_answers_go_into_a_pipe(chat: Terminal) -> None:
+    chat.wait_for("> ")
+    chat.type("half a mess")
+    chat.type("\x03")
+    chat.wait_for("(/quit or Ctrl-D leaves)")
+    chat.wait_for("> ")
+    chat.type("/help\n")
+    chat.wait_for("/reset  forget the conversation")
+    chat.type("/quit\n")
+    assert chat.process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_quit_leaves(chat: Terminal) -> None:

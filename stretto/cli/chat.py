@@ -7,7 +7,7 @@ import sys
 import termios
 import tty
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from stretto.cli import options as o
@@ -69,6 +69,8 @@ class Conversation:
         self._system = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, str]] = []
         self._interactive = sys.stdin.isatty()
+        self._edits_lines = self._interactive and sys.stdout.isatty()
+        """Whether `input` reads with readline."""
 
     def run(self) -> None:
         """Read and answer until /quit or the end of the input."""
@@ -97,7 +99,7 @@ class Conversation:
         while True:
             try:
                 if self._interactive:
-                    with _hearing_ctrl_c(sys.stdin.fileno()):
+                    with _hearing_ctrl_c(sys.stdin.fileno()) if self._edits_lines else nullcontext():
                         return input("> ")
                 return read_stdin_line()
             except EOFError:
@@ -163,11 +165,12 @@ class Conversation:
 
 @contextmanager
 def _hearing_ctrl_c(terminal: int) -> Iterator[None]:
-    """A terminal at which `input` obeys each Ctrl-C, within `_HEARD_WITHIN_S`.
+    """A terminal at which readline's `input` obeys each Ctrl-C, within `_HEARD_WITHIN_S`.
 
     By itself it obeys one only while it waits for a key in select(), not while readline reads that key afterwards. And
     a Ctrl-C drops the terminal's unread keys: readline could wait for the one that select() saw, deaf to each further
-    Ctrl-C. So the keys are kept here, and a timer ends select(), for a Ctrl-C that came before it.
+    Ctrl-C. So the keys are kept here, and a timer ends select(), for a Ctrl-C that came before it. (Without readline
+    the terminal itself holds the line that is being typed: there, a Ctrl-C must drop it.)
     """
     modes = termios.tcgetattr(terminal)
     keeping = list(modes)
