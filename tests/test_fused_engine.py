@@ -305,6 +305,7 @@ def recorded_prompts(
         runner._prefill_works,
         runtime.engine.tables.page_table_RM,
         sizes,
+        choices,
     )
     runner.prompt_graphs = graphs
     assert graphs.padded(1) is None
@@ -361,6 +362,24 @@ def test_captured_layers_change_no_token(tiny: Tiny, monkeypatch: pytest.MonkeyP
         assert graphs.padded(1) is None
     # Without decode rows and with some, the large first; tokens without filters, with them, and up to the logits.
     assert [one.replays for one in record.recorded] == [0, 0, 3, 0, 3, 0, 0]
+
+
+@pytest.mark.skipif(GPU, reason="a GPU captures the steps itself")
+def test_rows_of_padding_are_computed_anew_in_each_step(tiny: Tiny) -> None:
+    """Also those beyond a step's tokens: what follows the layers adds to them, step by step to infinity otherwise."""
+    resolved, _ = tiny
+    options = {"max_num_batched_tokens": 40, "max_num_seqs": 16, "deterministic": True, "enable_prefix_caching": False}
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    with started(resolved.path, **options) as runtime:
+        record, graphs = recorded_prompts(runtime, (9, 24), (1, 16))
+        left = []
+        for count in (16, 9, 9, 9):
+            outputs_of(runtime, [[token] for token in range(count)], params)
+            left.append(runtime.device.call(lambda: [result.clone() for result in graphs.results]))
+    assert [one.replays for one in record.recorded[:3]] == [1, 0, 3]
+    left = left[1:]
+    for again in left[1:]:
+        assert all(torch.equal(*pair) for pair in zip(left[0], again, strict=True))
 
 
 @pytest.mark.skipif(GPU, reason="a GPU captures the steps itself")

@@ -57,6 +57,7 @@ class FusedRunner:
         prompt_sizes = token_ladder(model.weights_per_layer, tokens) if graphs else ()
         self._equal_lengths = self._attention.equal_lengths(tokens, config.max_model_len - 1) if graphs else ()
         """Of whole prompts, for which attention is prepared in steps that they fill."""
+        choices = choice_ladder(config.max_rows) if prompt_sizes else ()
         self.prompt_graphs = PromptGraphs(
             model,
             self._attention,
@@ -64,9 +65,9 @@ class FusedRunner:
             self._prefill_works,
             parts.tables.page_table_RM,
             prompt_sizes,
+            choices,
             self._equal_lengths if prompt_sizes[-1:] == (tokens,) else (),
         )
-        choices = choice_ladder(config.max_rows) if prompt_sizes else ()
         self.choice_graphs = StepGraphs(choices, NUM_KINDS, self._choose_wanted)
         """What follows `prompt_graphs`, by the number of sampled rows."""
         self._logits_SV = torch.empty(

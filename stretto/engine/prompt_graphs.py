@@ -43,18 +43,21 @@ class PromptGraphs:
         prefill_works: dict[int, PrefillWork],
         page_table_RM: Tensor,
         sizes: tuple[int, ...],
+        choices: tuple[int, ...],
         equal_lengths: tuple[int, ...] = (),
     ) -> None:
         """`sizes`: ascending numbers of tokens, those of `graphs.token_ladder`. May be empty: it serves nothing then.
 
-        `prefill_works`: by the queries of a block. `equal_lengths`: ascending, for which attention is prepared in steps
-        of the largest size.
+        `prefill_works`: by the queries of a block. `choices`: ascending numbers of sampled rows, up to the most that
+        there may be, for which what follows is captured. `equal_lengths`: ascending, for which attention is prepared in
+        steps of the largest size.
         """
         self._model = model
         self._attention = attention
         self._inputs = inputs
         self._prefill_works = prefill_works
         self._page_table_RM = page_table_RM
+        self._choices = choices
         self._decodes = (0, *attention.row_steps)
         self.graphs = StepGraphs(sizes, len(self._decodes), self._layers)
         self._equal_graphs = StepGraphs(equal_lengths if sizes else (), 1, self._equal_layers)
@@ -134,7 +137,9 @@ class PromptGraphs:
             )
         )
         residual_TD = model.embed(inputs.input_ids_T[:size])
-        wanted_S = inputs.last_token_S[:size]
+        # As many rows as what follows may read, or it would add to what an earlier step left in the others.
+        most_wanted = bisect.bisect_left(self._choices, min(size, max_rows))
+        wanted_S = inputs.last_token_S[: self._choices[most_wanted]]
         found = model.forward(residual_TD, attention.attend_projected, decodes=True, wanted_S=wanted_S)
         for result_SD, found_SD in zip(self.results, found, strict=True):
             assert found_SD is not None  # sizes are larger than what runs without an update
