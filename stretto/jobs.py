@@ -49,6 +49,9 @@ class JobRunner:
         """
         count = len(prompts)
         params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams | Sequence) or isinstance(params, str):
+            given = type(params).__name__
+            raise InvalidRequest(f"sampling_params is a {given}; allowed: SamplingParams, one or a list of them")
         each = [params] * count if isinstance(params, SamplingParams) else list(params)
         if len(each) != count:
             raise InvalidRequest(f"{count} prompts but {len(each)} sampling_params; give one for all or one for each")

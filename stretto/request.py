@@ -127,18 +127,13 @@ class SamplingParams:
             raise InvalidRequest(f"n is {self.n}; allowed: 1 to {MAX_SAMPLES} samples of one prompt")
         _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_real("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if self.repetition_penalty == 0.0:
-            raise InvalidRequest("repetition_penalty is 0; allowed: above 0 (1 is no penalty)")
+        _check_real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0 (1 is no penalty)")
         if self.logit_bias is not None:
             self.logit_bias = _checked_biases(self.logit_bias)
         _check_real("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_real("min_p", self.min_p, 0.0, 1.0)
-        _check_real("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise InvalidRequest(
-                "top_p is 0.0; allowed: above 0 and up to 1 (use temperature=0 for the likeliest token)"
-            )
+        above = "above 0 and up to 1 (use temperature=0 for the likeliest token)"
+        _check_real("top_p", self.top_p, 0.0, 1.0, above)
         _check_int("top_k", self.top_k, -1)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63))
@@ -329,11 +324,13 @@ def _check_int(name: str, value: object, least: int) -> None:
         raise InvalidRequest(f"{name} is {value!r}; allowed: a whole number of at least {least}")
 
 
-def _check_real(name: str, value: object, least: float, most: float) -> None:
+def _check_real(name: str, value: object, least: float, most: float, above: str | None = None) -> None:
+    """`above`: `least` itself is not allowed, and what is, in words."""
     if (
         not isinstance(value, (int, float))
         or isinstance(value, bool)
         or not least <= value <= most
+        or (above is not None and value == least)
         or value == math.inf
     ):
-        raise InvalidRequest(f"{name} is {value!r}; allowed: a number from {least} to {most}")
+        raise InvalidRequest(f"{name} is {value!r}; allowed: a number {above or f'from {least} to {most}'}")

@@ -71,7 +71,7 @@ def test_without_parameters_vllms_defaults_are_used(llm: LLM) -> None:
         ([[3], b"abc"], "prompt 1 is a bytes"),
         (7, "prompts is a int"),
         ({"prompt": 7}, "'prompt' is a int"),
-        ({}, "the prompt is a NoneType"),
+        ({}, "the prompt has neither 'prompt' nor 'prompt_token_ids'; allowed: a text, "),
         ([3] * 512, "has 512 tokens; at most 511 fit into the context length of 512"),
     ],
 )
@@ -87,6 +87,8 @@ def test_a_bad_prompt_is_refused_by_name_before_anything_runs(llm: LLM, prompts:
     [
         ([GREEDY], "2 prompts but 1 sampling_params"),
         ([GREEDY, None], "sampling_params 1 is a NoneType"),
+        ({"temperature": 0}, "sampling_params is a dict; allowed: SamplingParams, one or a list of them"),
+        ("greedy", "sampling_params is a str; allowed: SamplingParams"),
         (SamplingParams(logprobs=21), "logprobs is 21; allowed: up to 20"),
         ([GREEDY, SamplingParams(stop_token_ids=[VOCAB_SIZE])], "prompt 1: stop_token_ids has 400"),
     ],

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from stretto.errors import InvalidRequest
+from stretto.request import SamplingParams
 from stretto.server.protocol import chat, completions, responses
 from tests.helpers.server_process import ServerProcess
 
@@ -23,6 +25,18 @@ def refusal(server: ServerProcess, path: str, **fields: Any) -> dict[str, Any]:
     error: dict[str, Any] = answer["error"]
     assert error["type"] == "invalid_request_error"
     return error
+
+
+@pytest.mark.parametrize("prompt", ["", [[]], ["a", ""]], ids=str)
+def test_an_empty_prompt_is_refused_as_one(server: ServerProcess, prompt: Any) -> None:
+    error = refusal(server, "/v1/completions", prompt=prompt)
+    assert (error["param"], error["message"]) == ("prompt", "the prompt is empty: it needs at least one token")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_what_top_p_may_be_is_told_alike_for_all_that_it_may_not(value: float) -> None:
+    with pytest.raises(InvalidRequest, match=f"top_p is {value}; allowed: a number above 0 and up to 1"):
+        SamplingParams(top_p=value)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def _named(error: ApiError, fields: tuple[str, ...], words: Mapping[str, str]) -
     param = words.get(named, named)
     if param not in fields:
         param = words.get("prompt", "prompt")
-    if match is not None and match[1] == named != param:
+    if match is not None and match[1] == named and named in words:
         message = param + message[match.end() :]
     code = error.body.code
     return bad_request(message, param, None if code is None else str(code))
