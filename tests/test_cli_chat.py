@@ -28,7 +28,7 @@ class Terminal:
         self._fd, child = pty.openpty()
         self._output, output = os.pipe() if piped else (os.dup(self._fd), os.dup(child))
         command = [sys.executable, "-m", "stretto", *arguments]
-        environment = {**os.environ, "TERM": "dumb"}
+        environment = {**os.environ, "TERM": "dumb", "PYTHONIOENCODING": "utf-8:strict"}  # as in any locale but C
         self.process = subprocess.Popen(
             command,
             stdin=child,
@@ -44,7 +44,8 @@ class Terminal:
         self._waited = 0
 
     def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
+        """Type `text`; a lone surrogate is the byte that it stands for (`surrogateescape`)."""
+        os.write(self._fd, text.encode(errors="surrogateescape"))
 
     def modes(self) -> list[Any]:
         """As `termios.tcgetattr` gives them."""
@@ -132,6 +133,16 @@ def test_ctrl_c_drops_what_was_typed_where_the_answers_go_into_a_pipe(chat: Term
     chat.wait_for("> ")
     chat.type("/help\n")
     chat.wait_for("/reset  forget the conversation")
+    chat.type("/quit\n")
+    assert chat.process.wait(PATIENCE_SECONDS) == 0
+
+
+@pytest.mark.parametrize("chat", [True], indirect=True, ids=["piped"])  # readline drops such bytes by itself
+def test_typing_what_is_not_utf8_keeps_the_session(chat: Terminal) -> None:
+    chat.wait_for("> ")
+    chat.type("the f\udcf6x\n")
+    chat.wait_for("(what was typed is not UTF-8)")
+    chat.wait_for("> ")
     chat.type("/quit\n")
     assert chat.process.wait(PATIENCE_SECONDS) == 0
 

@@ -14,7 +14,7 @@ from stretto.cli import options as o
 from stretto.cli.answers import printable
 from stretto.cli.engine_options import EngineArguments, engine_command
 from stretto.cli.failures import reported_failures
-from stretto.cli.text import read_stdin_line
+from stretto.cli.text import stdin_lines
 from stretto.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -71,9 +71,11 @@ class Conversation:
         self._interactive = sys.stdin.isatty()
         self._edits_lines = self._interactive and sys.stdout.isatty()
         """Whether `input` reads with readline."""
+        self._lines = stdin_lines()
+        """What is read without a terminal."""
 
     def run(self) -> None:
-        """Read and answer until /quit or the end of the input."""
+        """Read and answer until /quit or the end of the input. Raises InvalidRequest as `stdin_lines`."""
         if self._interactive:
             import readline  # noqa: F401 - gives input() its line editing
 
@@ -95,23 +97,19 @@ class Conversation:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        """The next line, or None at the end of the input. Ctrl-C drops what was typed; so does what is no text."""
+        """The next line, or None at the end. On a terminal, Ctrl-C drops what was typed; so does what is no text."""
+        if not self._interactive:
+            return next(self._lines, None)
         while True:
             try:
-                if self._interactive:
-                    with _hearing_ctrl_c(sys.stdin.fileno()) if self._edits_lines else nullcontext():
-                        return input("> ")
-                return read_stdin_line()
+                with _hearing_ctrl_c(sys.stdin.fileno()) if self._edits_lines else nullcontext():
+                    return input("> ")
             except EOFError:
                 print()
                 return None
             except UnicodeDecodeError:
                 self._note("what was typed is not UTF-8")
-            except InvalidRequest as error:
-                self._note(str(error))
             except KeyboardInterrupt:
-                if not self._interactive:
-                    raise
                 print()
                 self._note("/quit or Ctrl-D leaves")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.errors import InvalidRequest
@@ -25,10 +26,10 @@ def read_stdin() -> str:
     return _decoded(sys.stdin.buffer.read(), _STDIN)
 
 
-def read_stdin_line() -> str | None:
-    """The next line of standard input without its end, None after the last. Raises InvalidRequest as `read_stdin`."""
-    line = sys.stdin.buffer.readline()
-    return _decoded(line, _STDIN).rstrip("\n") if line else None
+def stdin_lines() -> Iterator[str]:
+    """Standard input line by line, without line ends, each as it comes. Raises InvalidRequest as `read_stdin`."""
+    for number, line in enumerate(iter(sys.stdin.buffer.readline, b""), 1):
+        yield _decoded(line, _STDIN, number).rstrip("\n")
 
 
 def prompt_lines(path: str | Path) -> list[str]:
@@ -39,12 +40,12 @@ def prompt_lines(path: str | Path) -> list[str]:
     return lines
 
 
-def _decoded(data: bytes, origin: str) -> str:
-    """The text, with line ends as Python has them."""
+def _decoded(data: bytes, origin: str, first_line: int = 1) -> str:
+    """The text, with line ends as Python has them. `data` begins at line `first_line` of its origin."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line = first_line + data.count(b"\n", 0, error.start)
         raise InvalidRequest(
             f"{origin} is not UTF-8: byte 0x{data[error.start]:02x} in line {line}; convert it to UTF-8"
         ) from error
