@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stretto.cli import main
-from tests.helpers.traces import SAMPLE, overlap_loop, write, write_nsight
+from tests.helpers.traces import SAMPLE, Host, overlap_loop, write, write_nsight
 
 
 class Result:
@@ -106,9 +106,22 @@ def test_diff_shows_what_became_slower_and_why(trace: Any, files: dict[str, Path
     back = trace("diff", files["lost"], files["good"]).out
     assert "went: truth value of a device tensor" in back
     document = json.loads(trace("diff", files["good"], files["late"], "--json").out)
-    assert document["step_us"][1] > 0
+    assert document["step_mean_us"][1] > 0
     assert "host-late" in document["idle_by_cause_us"]
     assert document["kernels_us"]["forward"] == pytest.approx([1000.0, 300.0])
+
+
+def test_the_average_of_the_steps_is_named_and_its_unit_is_the_same_everywhere(trace: Any, tmp_path: Path) -> None:
+    host = Host()
+    for number, length in enumerate([2000.0, 2000.0, 2000.0, 2000.0, 12000.0]):  # median 2 ms, mean 4 ms
+        with host.step(number):
+            host.launch(length)
+            host.item("aten::item")
+    path = write(tmp_path / "uneven.json", host)
+    assert "5 steps, median 2 ms, by" in trace("analyze", path).out
+    rows = [line.split() for line in trace("diff", path, path).out.splitlines()]
+    assert ["mean", "per", "step", "before", "after", "change"] in rows
+    assert ["time", "4", "ms", "4", "ms", "+0", "ns"] in rows
 
 
 def test_a_trace_does_not_differ_from_itself(trace: Any, files: dict[str, Path]) -> None:

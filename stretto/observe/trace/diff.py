@@ -1,11 +1,12 @@
 """Compares two traces, step against step: what became slower, which causes came or went.
 
-Owns the comparison; both sides are what `report_json` says. Per-step figures are compared, so that traces of different
-length can be.
+Owns the comparison; both sides are what `report_json` says. Means per step are compared, so that traces of different
+length can be, and so that causes and kernels add up; only the overlap window is a median.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -13,13 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.observe.trace.kinds import CAUSE_WORDS, Cause
+from stretto.observe.trace.report_text import duration
 
 _MOST_KERNELS = 12
 _LEAST_SHARE = 0.002
 
 
 def diff(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """The differences of two analyses (as JSON types), busiest device against busiest device, per step in us."""
+    """The differences of two analyses (as JSON types), busiest device against busiest device: means per step, in us."""
     a, b = before["devices"][0], after["devices"][0]
     steps_a, steps_b = max(1, len(a["steps"])), max(1, len(b["steps"]))
     mean_a, mean_b = a["length_us"] / steps_a, b["length_us"] / steps_b
@@ -40,7 +42,7 @@ def diff(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "before": before["trace"],
         "after": after["trace"],
         "steps": [steps_a, steps_b],
-        "step_us": [mean_a, mean_b],
+        "step_mean_us": [mean_a, mean_b],
         "busy_share": [a["busy_share"], b["busy_share"]],
         "overlap_window_us": [a["overlap_window_us"], b["overlap_window_us"]],
         "host_work_hidden_share": [a["host_work_hidden_share"], b["host_work_hidden_share"]],
@@ -55,21 +57,20 @@ def print_diff(result: dict[str, Any], console: Console) -> None:
     """Print a comparison."""
     console.print(Text(f"{result['before']}  ->  {result['after']}", style="bold"))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("per step")
+    table.add_column("mean per step")
     for title in ("before", "after", "change"):
         table.add_column(title, justify="right")
-    _row(table, "time", result["step_us"], "us")
-    _row(table, "device busy", [100 * share for share in result["busy_share"]], "%", more_is_good=True)
+    _row(table, "time", result["step_mean_us"], _time)
+    _row(table, "device busy", result["busy_share"], _percent, more_is_good=True)
     if None not in result["overlap_window_us"]:
-        _row(table, "overlap window", result["overlap_window_us"], "us", more_is_good=True)
+        _row(table, "overlap window (median)", result["overlap_window_us"], _time, more_is_good=True)
     if None not in result["host_work_hidden_share"]:
-        shares = [100 * share for share in result["host_work_hidden_share"]]
-        _row(table, "host work hidden", shares, "%", more_is_good=True)
+        _row(table, "host work hidden", result["host_work_hidden_share"], _percent, more_is_good=True)
     for cause, pair in result["idle_by_cause_us"].items():
-        if max(pair) >= _LEAST_SHARE * max(result["step_us"]):
-            _row(table, f"idle: {CAUSE_WORDS[Cause(cause)]}", pair, "us")
+        if max(pair) >= _LEAST_SHARE * max(result["step_mean_us"]):
+            _row(table, f"idle: {CAUSE_WORDS[Cause(cause)]}", pair, _time)
     for name, pair in list(result["kernels_us"].items())[:_MOST_KERNELS]:
-        _row(table, name if len(name) <= 50 else name[:47] + "...", pair, "us")
+        _row(table, name if len(name) <= 50 else name[:47] + "...", pair, _time)
     console.print(table)
     for title, style, findings in (("came", "red", result["came"]), ("went", "green", result["went"])):
         for finding in findings:
@@ -77,11 +78,22 @@ def print_diff(result: dict[str, Any], console: Console) -> None:
             console.print(Text(f"{title}: {finding['title']}{where}", style=style))
 
 
-def _row(table: Table, name: str, pair: list[float], unit: str, *, more_is_good: bool = False) -> None:
+def _row(
+    table: Table, name: str, pair: list[float], shown: Callable[[float], str], *, more_is_good: bool = False
+) -> None:
     change = pair[1] - pair[0]
     relative = abs(change) / max(abs(pair[0]), abs(pair[1]), 1e-9)
     style = "" if relative < 0.01 else "green" if (change > 0) == more_is_good else "red"
-    table.add_row(name, f"{pair[0]:.1f} {unit}", f"{pair[1]:.1f} {unit}", Text(f"{change:+.1f} {unit}", style=style))
+    sign = "-" if change < 0 else "+"
+    table.add_row(name, shown(pair[0]), shown(pair[1]), Text(sign + shown(abs(change)), style=style))
+
+
+def _time(us: float) -> str:
+    return duration(1e3 * us)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _key(finding: dict[str, Any]) -> tuple[str, str, str]:

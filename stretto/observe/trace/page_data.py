@@ -185,7 +185,7 @@ def _figures(report: DeviceReport) -> list[list[str]]:
     whole = max(1, report.length_ns)
     cards = [
         ["device busy", f"{100 * report.busy_ns / whole:.1f} %", f"of {duration(whole)}"],
-        ["step", duration(report.step_ns), f"{len(report.steps):,} steps"],
+        ["step", duration(report.step_ns), f"median of {len(report.steps):,}"],
     ]
     if report.window_ns is not None:
         share = 100 * report.window_ns / max(1.0, report.step_ns)

@@ -84,7 +84,7 @@ def _print_device(analysis: Analysis, report: DeviceReport, console: Console, mo
 
 
 def _title(analysis: Analysis, report: DeviceReport) -> Text:
-    steps = f"{len(report.steps)} steps of {duration(report.step_ns)}" if len(report.steps) > 1 else "one step"
+    steps = f"{len(report.steps)} steps, median {duration(report.step_ns)}" if len(report.steps) > 1 else "one step"
     device = report.name or ("CPU" if report.device == "cpu" else f"device {report.device}")
     if report.name and len(analysis.devices) > 1:
         device += f" ({report.device})"
@@ -162,8 +162,10 @@ def _figures(report: DeviceReport) -> Table:
     table.add_row("device busy", f"{100 * report.busy_ns / whole:.1f} % of {duration(whole)}, idle {duration(idle)}")
     window = report.window_ns
     if window is not None:
-        share = f" ({100 * window / report.step_ns:.0f} % of a step)" if report.step_ns else ""
-        table.add_row("overlap window", f"{duration(window)}{share}, from the end of a launch to the first block")
+        share = f" ({100 * window / report.step_ns:.0f} % of a median step)" if report.step_ns else ""
+        table.add_row(
+            "overlap window", f"median {duration(window)}{share}, from the end of a launch to the first block"
+        )
     if report.overlap.hidden_share is not None:
         table.add_row("host work hidden", f"{100 * report.overlap.hidden_share:.1f} % done while the device was busy")
     if report.queue is not None:
