@@ -171,3 +171,17 @@ def test_the_command_refuses_what_it_cannot_record(arguments: list[str], told: s
     result = CliRunner().invoke(app, ["trace", "record", *arguments])
     assert result.exit_code == 2
     assert told in result.output
+
+
+def test_the_command_runs_nothing_if_its_trace_can_have_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(**options: object) -> None:
+        raise AssertionError("loaded a model although its trace cannot be written")
+
+    monkeypatch.setattr("stretto.llm.LLM", load)
+    (tmp_path / "file").touch()
+    target = tmp_path / "file" / "out.json"
+    result = CliRunner().invoke(app, ["trace", "record", "-o", str(target), "--", "generate", "the fox"])
+    assert result.exit_code == 1
+    assert str(target.parent) in result.output

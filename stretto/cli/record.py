@@ -64,6 +64,7 @@ def record(
         if nvtx:
             os.environ["STRETTO_NVTX"] = "1"
         check_suffix(output)
+        output.parent.mkdir(parents=True, exist_ok=True)  # says before the model is loaded if it cannot be
         os.environ[TRACE], os.environ[STACKS] = str(output), str(int(stacks))
         from stretto.cli.app import app
 
