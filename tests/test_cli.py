@@ -246,7 +246,7 @@ def test_chat_reads_messages_line_by_line_without_a_terminal(stretto: Any, model
 
 def test_chat_answers_what_comes_before_a_line_that_is_not_utf8_and_ends_there(stretto: Any, model: list[str]) -> None:
     tail = ["--max-tokens", "12", "--temperature", "0", *model]
-    result = stretto("chat", *tail, stdin=b"the fox\n/reset\nthe f\xf6x\nthe fox\n")
+    result = stretto("chat", *tail, stdin=b"the fox\n\nthe f\xf6x\nthe fox\n")
     assert result.code == 2
     told = "stretto: error: standard input is not UTF-8: byte 0xf6 in line 3; convert it to UTF-8"
     assert result.err.splitlines()[-1] == told

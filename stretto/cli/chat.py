@@ -117,6 +117,7 @@ class Conversation:
         """Answer one message and remember both; an answer that was stopped is remembered as far as it came."""
         self._messages.append({"role": "user", "content": text})
         parts: list[str] = []
+        cut_off = False
         try:
             self._make_room()
             with closing(self._llm.stream_chat([*self._system, *self._messages], self._params)) as stream:
@@ -124,9 +125,10 @@ class Conversation:
                     parts += [sample.text for sample in output.outputs]
                     sys.stdout.write(printable("".join(sample.text for sample in output.outputs)))
                     sys.stdout.flush()
-                    if output.finished and output.outputs[0].finish_reason == "length":
-                        self._note("\nthe answer reached its length limit", end="")
+                    cut_off = output.finished and output.outputs[0].finish_reason == "length"
             print()
+            if cut_off:
+                self._note("the answer reached its length limit")
         except InvalidRequest as error:
             self._messages.pop()
             self._note(str(error))
@@ -151,14 +153,10 @@ class Conversation:
             del self._messages[:2]
             self._note("the context is full; the oldest turn is forgotten")
 
-    def _note(self, text: str, end: str = "\n") -> None:
-        """Something about the session, not from the model: on standard error where standard output is no terminal."""
+    def _note(self, text: str) -> None:
+        """A line about the session, not from the model: on standard error where standard input is no terminal."""
         sys.stdout.flush()
-        print(
-            f"({text})" if not text.startswith("\n") else f"\n({text[1:]})",
-            end=end,
-            file=sys.stdout if self._interactive else sys.stderr,
-        )
+        print(f"({text})", file=sys.stdout if self._interactive else sys.stderr)
 
 
 @contextmanager
