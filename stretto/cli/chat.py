@@ -102,7 +102,7 @@ class Conversation:
             return next(self._lines, None)
         while True:
             try:
-                with _hearing_ctrl_c(sys.stdin.fileno()) if self._edits_lines else nullcontext():
+                with _hearing_ctrl_c(), _keeping_keys() if self._edits_lines else nullcontext():
                     return input("> ")
             except EOFError:
                 print()
@@ -160,23 +160,35 @@ class Conversation:
 
 
 @contextmanager
-def _hearing_ctrl_c(terminal: int) -> Iterator[None]:
-    """A terminal at which readline's `input` obeys each Ctrl-C, within `_HEARD_WITHIN_S`.
+def _hearing_ctrl_c() -> Iterator[None]:
+    """`input` obeys each Ctrl-C within `_HEARD_WITHIN_S`.
 
-    By itself it obeys one only while it waits for a key in select(), not while readline reads that key afterwards. And
-    a Ctrl-C drops the terminal's unread keys: readline could wait for the one that select() saw, deaf to each further
-    Ctrl-C. So the keys are kept here, and a timer ends select(), for a Ctrl-C that came before it. (Without readline
-    the terminal itself holds the line that is being typed: there, a Ctrl-C must drop it.)
+    By itself it does not obey one that comes just before it waits: Python looks for signals only where one ends the
+    wait. So a timer ends it again and again.
     """
-    modes = termios.tcgetattr(terminal)
-    keeping = list(modes)
-    keeping[tty.LFLAG] |= termios.NOFLSH
     signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, _HEARD_WITHIN_S, _HEARD_WITHIN_S)
     try:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, keeping)
-        signal.setitimer(signal.ITIMER_REAL, _HEARD_WITHIN_S, _HEARD_WITHIN_S)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@contextmanager
+def _keeping_keys() -> Iterator[None]:
+    """The terminal keeps unread keys at a Ctrl-C, for `input` with readline.
+
+    It waits for a key in select(), where it hears Ctrl-C, and then reads that key, where it hears none. A Ctrl-C that
+    dropped the key in between would leave it waiting for another, deaf to each further Ctrl-C. (Without readline the
+    terminal itself holds the line that is being typed: there, a Ctrl-C must drop it.)
+    """
+    terminal = sys.stdin.fileno()
+    modes = termios.tcgetattr(terminal)
+    keeping = list(modes)
+    keeping[tty.LFLAG] |= termios.NOFLSH
+    try:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, keeping)
+        yield
+    finally:
         with suppress(termios.error):  # the terminal is gone, as the input says too
             termios.tcsetattr(terminal, termios.TCSADRAIN, modes)
