@@ -72,10 +72,10 @@ def _parse_mapping(prompt: Mapping[str, object], encode: Encode, name: str) -> P
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise InvalidRequest(f"{name}: 'prompt' is a {type(text).__name__}; allowed: a text")
-    if ids is None and text is None:
-        raise InvalidRequest(f"{name} has neither 'prompt' nor 'prompt_token_ids'; allowed: {_FORMS}")
     if ids is None:
-        return parse_prompt(text, encode, name)
+        if text is None:
+            raise InvalidRequest(f"{name} has neither 'prompt' nor 'prompt_token_ids'; allowed: {_FORMS}")
+        return Prompt(text, encode(text))
     return Prompt(text, parse_prompt(ids, encode, f"{name}: 'prompt_token_ids'").token_ids)
 
 

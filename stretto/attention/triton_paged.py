@@ -60,7 +60,7 @@ class PagedStep:
     prefill: PrefillWork | None
     """Blocks of the other rows' queries; None if there are none."""
     prefill_programs: int
-    """How many programs, for each head, take those blocks."""
+    """How many programs, for each kv head, take those blocks."""
     equal_chunks: int = 0
     """The step is nothing but whole prompts of so many tokens, for which `prepare_equal` was called; 0: it is not."""
     out_TNH: Tensor | None = None

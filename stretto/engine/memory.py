@@ -25,7 +25,7 @@ _CHOICE_BYTES = MIB // 2
 _PROMPT_KINDS = 4
 """Graphs of one number of tokens, at most: without decode rows, and for three ways to cut their attention."""
 _EQUAL_LENGTHS = 5
-"""Graphs of the largest step more, at most: for prompts that all have one length."""
+"""Graphs of the largest step more, at most: for prompts of one length, as many as triton_paged.py's `CUDNN_COUNTS`."""
 _SAMPLING_BYTES = 52
 """Bytes per (row, vocabulary entry) when filters and log-probabilities are all in use: the logits, their float32 copy
 and the temporaries of `engine.filters`."""

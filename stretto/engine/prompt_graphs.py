@@ -50,7 +50,7 @@ class PromptGraphs:
 
         `prefill_works`: by the queries of a block. `choices`: ascending numbers of sampled rows, up to the most that
         there may be, for which what follows is captured. `equal_lengths`: ascending, for which attention is prepared in
-        steps of the largest size.
+        steps of the largest size; none if there are no sizes.
         """
         self._model = model
         self._attention = attention
@@ -60,7 +60,7 @@ class PromptGraphs:
         self._choices = choices
         self._decodes = (0, *attention.row_steps)
         self.graphs = StepGraphs(sizes, len(self._decodes), self._layers)
-        self._equal_graphs = StepGraphs(equal_lengths if sizes else (), 1, self._equal_layers)
+        self._equal_graphs = StepGraphs(equal_lengths, 1, self._equal_layers)
         most, config, device = max(sizes, default=0), model.config, page_table_RM.device
 
         def zeros(*shape: int) -> Tensor:
