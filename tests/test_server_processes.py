@@ -125,6 +125,9 @@ def test_children_of_a_killed_parent_leave_and_clean_up(two_front_ends: TwoFront
     assert len(pids) == 3
     stream = Stream(server)
     stream.wait_for_data()
+    (directory,) = Path(server._scratch.name).iterdir()
+    for number in range(3000):  # so that cleaning up takes longer than noticing
+        (directory / str(number)).touch()
     server.process.kill()
     wait_until(lambda: not any(map(alive, pids)), "the children to leave")
     stream.result()

@@ -137,8 +137,8 @@ class Worker:
                 self._spawn(self._fail())
             elif isinstance(message, Drain):
                 self._spawn(self._drain(message.seconds))
-        if self._control.closed:
-            os._exit(1)  # the parent is gone; the thread that watches for it cleans up as well
+        if self._control.closed:  # the parent is gone: the thread that watches for that cleans up and ends this process
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
 
     async def _engine_ready(self, info: EngineInfo) -> None:
         try:
