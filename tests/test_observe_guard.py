@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -94,6 +95,23 @@ def test_allow_lets_through_by_name_only_in_its_scope() -> None:
             X[2].item()
     assert guard.allowed == {"read the result of the warm-up": 2}
     assert guard.num_syncs == 1
+
+
+def test_looking_at_calls_imports_nothing() -> None:
+    """Torch would import its compiler with the first operator under a mode: seconds, in the middle of a step."""
+    program = """
+        import sys, torch
+        from stretto.observe import SyncGuard
+
+        x = torch.arange(6)
+        before = set(sys.modules)
+        with SyncGuard("count") as guard:
+            (x + 1).tolist()
+        assert guard.num_syncs == 1
+        print(sorted(name for name in set(sys.modules) - before if name.startswith("torch")))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
 def test_allow_wants_a_reason() -> None:

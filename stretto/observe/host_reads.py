@@ -111,6 +111,11 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen = seen
         self._cpu_as_device = cpu_as_device
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks. If yes, it imports its compiler with the first operator that is seen: seconds, in a step."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
