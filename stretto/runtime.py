@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,6 +28,7 @@ from stretto.observe.engine import ObservedEngine
 from stretto.observe.faults import Faults
 from stretto.observe.sync_guard import SyncGuard
 from stretto.observe.timeline import LAUNCH, OTHER, PROCESS, RECEIVE, SCHEDULE, WAIT, Timeline
+from stretto.observe.whereabouts import whereabouts
 from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray
 from stretto.runtime_stats import RuntimeStats
 from stretto.scheduler.batch import StepOutput
@@ -41,6 +43,8 @@ MakeTurns = Callable[[Inbox, Callable[[], float]], TurnSource]
 logger = logging.getLogger("stretto.ranks")
 ACTIVITIES = {OTHER: "outside", RECEIVE: "receive", WAIT: "device"} | dict.fromkeys((SCHEDULE, LAUNCH, PROCESS), "host")
 """What other ranks are told about the phases of the loop."""
+_LONG_S = 1.0
+"""They are told where in its code the host is if it has been at one thing for so long."""
 
 
 class _Outbox:
@@ -127,8 +131,8 @@ class Runtime:
         self._requests: dict[int, Request] = {}
         self._num_arrived = 0
         self._pid = os.getpid()
-        self._inside = False
-        """A turn is under way."""
+        self._turning_in: int | None = None
+        """Ident of the thread in which a turn is under way."""
         self._resting = True
         """Other ranks have been told that nothing is under way."""
         self._closed = False
@@ -254,14 +258,14 @@ class Runtime:
         if self._resting and self.has_work:
             self._rest(False)
         try:
-            self._inside = True
+            self._turning_in = threading.get_ident()
             outputs = self.loop.turn()
         except Exception as error:
             if (cause := self._member.broken(error)) is not None:
                 raise cause from error
             raise
         finally:
-            self._inside = False
+            self._turning_in = None
         self._member.check()  # once a rank is lost, what others were waiting for has come to an end as garbage
         for output in outputs:
             self._output_tokens += len(output.tokens)
@@ -329,19 +333,28 @@ class Runtime:
     def follow(self) -> int:
         """Do the turns that come, up to the last one; the number of steps. Blocks for as long as the engine lives."""
         with self.running():
-            self._inside = True
+            self._turning_in = threading.get_ident()
             while not self.loop.stopped:
                 self.loop.turn()
-            self._inside = False
+            self._turning_in = None
         return self._timeline.steps
 
     def beat(self, phase: str) -> Beat:
         """What the loop does, in this phase of the rank's life. Any thread."""
         loop_phase, since_s = self._timeline.phase()
-        activity = ACTIVITIES[loop_phase] if self._inside else "outside"
+        thread = self._turning_in
+        activity = "outside" if thread is None else ACTIVITIES[loop_phase]
+        long = activity == "host" and since_s > _LONG_S
         sums = self._timeline.totals()
         return Beat(
-            phase, activity, sums.steps, since_s, busy_s=sums.busy_s, bubble_s=sums.bubble_s, receive_s=sums.receive_s
+            phase,
+            activity,
+            sums.steps,
+            since_s,
+            where=whereabouts(thread) if long and thread is not None else "",
+            busy_s=sums.busy_s,
+            bubble_s=sums.bubble_s,
+            receive_s=sums.receive_s,
         )
 
     def beats(self) -> Mapping[int, Beat]:

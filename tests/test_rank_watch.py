@@ -312,8 +312,9 @@ def test_digests_that_differ_end_the_engine(guest: Guest) -> None:
 def test_a_rank_that_sticks_is_found(guest: Guest) -> None:
     guest.hello()
     guest.watch.gather("hello", seconds=5)
-    guest.link.send(Beat("running", "host", 12, since_s=60.0))
-    with pytest.raises(EngineBroken, match=r"rank 1 .* is stuck: its host has not come back to the loop for 60 s"):
+    guest.link.send(Beat("running", "host", 12, since_s=60.0, where="launch (stretto/engine/engine.py:3)"))
+    said = r"rank 1 .* is stuck: its host has not come back to the loop for 60 s; it is in launch \(stretto/engine/"
+    with pytest.raises(EngineBroken, match=said):
         guest.watch.gather("sizes", seconds=5)
 
 

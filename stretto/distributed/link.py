@@ -61,6 +61,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Steps processed since the start."""
     since_s: float = 0.0
     """Seconds since activity or steps changed."""
+    where: str = ""
+    """Where in its code a host is that has been computing for long."""
     resting: bool = False
     """Of the leader: it is outside the loop, and nothing is under way."""
     busy_s: float = 0.0

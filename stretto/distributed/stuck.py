@@ -19,7 +19,8 @@ def find_stuck(beats: Mapping[int, Beat], limit: float = HANG_SECONDS) -> tuple[
     """The rank that is stuck, and how (the rest of a sentence that begins with the rank); None if none is."""
     for rank, beat in beats.items():
         if beat.activity == "host" and beat.since_s > limit:
-            return rank, f"is stuck: its host has not come back to the loop for {beat.since_s:.0f} s ({beat.phase})"
+            where = f"; it is in {beat.where}" if beat.where else ""
+            return rank, f"is stuck: its host has not come back to the loop for {beat.since_s:.0f} s{where}"
     leader = beats[LEADER]
     for rank, beat in beats.items():
         waits_long = beat.since_s > limit

@@ -1,0 +1,49 @@
+"""Where a host is that does not come back to the loop, as other ranks are told."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+from stretto.config import EngineConfig
+from stretto.observe.whereabouts import whereabouts
+from stretto.request import SamplingParams
+from stretto.runtime import Runtime
+from tests.helpers.dummy_model import write_dummy_model
+from tests.helpers.server_process import wait_until
+
+
+def test_a_beat_says_where_the_loop_is_for_long(tmp_path: Path) -> None:
+    config = EngineConfig(
+        str(write_dummy_model(tmp_path)), load_format="dummy", max_model_len=64, inject=("slow-host=2s",)
+    )
+    runtime = Runtime.start(config)
+    try:
+        assert runtime.beat("running").where == ""
+        runtime.add([5, 6], SamplingParams(max_tokens=1, detokenize=False))
+        stepping = threading.Thread(target=runtime.step)
+        stepping.start()
+        wait_until(lambda: runtime.beat("running").where != "" or not stepping.is_alive(), "a slow step to be told")
+        where = runtime.beat("running").where
+        stepping.join()
+        call = r"\w+ \(stretto/observe/inject\.py:\d+\)"
+        assert re.fullmatch(f"{call} in {call} in {call}", where)
+        assert runtime.beat("running").where == ""
+        while runtime.has_work:
+            runtime.step()
+    finally:
+        runtime.close()
+
+
+def test_a_call_of_a_library_is_told_with_the_calls_around_it() -> None:
+    seen: list[str] = []
+    waits = threading.Event()
+    waiting = threading.Thread(target=waits.wait)
+    waiting.start()
+    wait_until(lambda: "wait (" in whereabouts(waiting.ident or 0), "the thread to wait")
+    seen.append(whereabouts(waiting.ident or 0))
+    waits.set()
+    waiting.join()
+    assert re.match(r"wait \(.*threading\.py:\d+\)$", seen[0])
+    assert whereabouts(waiting.ident or 0) == ""
