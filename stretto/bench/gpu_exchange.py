@@ -31,7 +31,7 @@ from stretto.kernels.split_sampling import AgreedMaxima, sample_split_rows
 
 HIDDEN = 4096
 VOCABULARY = 151_936
-SUM_ROWS = (1, 4, 8, 32, 64, 128, 256, 512, 2048)
+SUM_ROWS = (1, 4, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SAMPLED_ROWS = (1, 32, 128)
 Row = dict[str, Any]
 

@@ -41,7 +41,7 @@ class Setup:
     overlap_depth: int
     max_num_seqs: int = 256
     peer_memory: bool = True
-    """Small sums and candidates through memory that the ranks write; else all through NCCL."""
+    """Sums and candidates through memory that the ranks write; else all through NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Measurement:
     seconds: float
     steps: int
     output_tokens_per_s: float
+    input_tokens_per_s: float
     ms_per_output: float
     """Wall milliseconds per output token of the longest request: the step time where all decode together."""
     idle_share: list[float]
@@ -138,6 +139,7 @@ def measure(runtime: Runtime, setup: Setup, name: str) -> Measurement:
         seconds=seconds,
         steps=steps,
         output_tokens_per_s=sum(request.max_tokens for request in requests) / seconds,
+        input_tokens_per_s=sum(len(request.prompt_ids) for request in requests) / seconds,
         ms_per_output=1e3 * seconds / longest,
         idle_share=idle,
         publish_us=1e6 * (after - before) / steps,
@@ -223,8 +225,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
     depths = options.depth or [1, 0, 2]
-    full = options.workload or ["w2:1:128", "w2:32:256", "w2:128:256", "w1"]
-    short = options.ablation or ["w2:1:128", "w2:32:128", "w2:128:128"]
+    full = options.workload or ["w2:1:128", "w2:32:256", "w2:128:256", "w1", "w3"]
+    short = options.ablation or ["w2:1:128", "w2:32:128", "w2:128:128", "w3"]
     compared = [(Setup(options.model, ranks, depths[0]), full) for ranks in (1, options.ranks)]
     ablation = [(Setup(options.model, options.ranks, depth, 128), short) for depth in depths[1:]]
     ablation.append((Setup(options.model, options.ranks, depths[0], 128, peer_memory=False), short))
@@ -268,8 +270,8 @@ def _line(m: Measurement) -> str:
     idle = ", ".join(f"{100 * share:.2f}" for share in m.idle_share)
     return (
         f"{m.setup.ranks} ranks, depth {m.setup.overlap_depth}, peer memory {m.setup.peer_memory}, {m.workload}: "
-        f"{m.ms_per_output:.3f} ms/output, {m.output_tokens_per_s:.0f} out/s, idle {idle} %, publish "
-        f"{m.publish_us:.1f} us a step ({100 * m.publish_share:.2f} %), {m.steps} steps of "
+        f"{m.ms_per_output:.3f} ms/output, {m.output_tokens_per_s:.0f} out/s, {m.input_tokens_per_s:.0f} in/s, "
+        f"idle {idle} %, publish {m.publish_us:.1f} us a step ({100 * m.publish_share:.2f} %), {m.steps} steps of "
         f"{'/'.join(f'{x:.2f}' for x in m.step_ms_by_tenth)} ms"
     )
 

@@ -1,4 +1,4 @@
-"""The tensor group of GPUs: NCCL for large tensors, and memory that all ranks write for small ones.
+"""The tensor group of GPUs: memory that all ranks write for sums, and NCCL for what is faster with it.
 
 Owns the communicator and that memory. Everything here can be captured in CUDA graphs.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("stretto.ranks")
 
-LARGEST_DIRECT = 2**22
-"""Bytes of a sum up to which the ranks write each other's memory: as far as that was measured to be faster than NCCL,
-on two H200."""
 _WAYS_TO_END_THE_PROCESS = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_ENABLE_MONITORING",
@@ -64,6 +62,7 @@ class NcclGroup:
         self._aborted = threading.Event()
         self._ending: threading.Thread | None = None
         self._sum_ranks = sum_ranks
+        self._largest_direct = largest_direct(size)
 
         torch.cuda.set_device(device)  # every thread has its own current device
         nccl: Any = ProcessGroupNCCL  # torch's stubs lack its calls
@@ -86,12 +85,12 @@ class NcclGroup:
         try:
             return PeerMemory(store, self.rank, self.size, self._device)
         except Unshareable as error:
-            logger.warning("rank %d: small sums go through NCCL, which is slower: %s", self.rank, error)
+            logger.warning("rank %d: sums go through NCCL, which is slower: %s", self.rank, error)
             return None
 
     def peers_for(self, x: Tensor) -> PeerBuffers | None:
         """See `TensorGroup`. hot path"""
-        if self._memory is None or x.nbytes > LARGEST_DIRECT or not self._memory.buffers.holds(x):
+        if self._memory is None or x.nbytes > self._largest_direct or not self._memory.buffers.holds(x):
             return None
         return self._memory.buffers
 
@@ -156,6 +155,15 @@ class NcclGroup:
         """Let the current stream wait for a call that was put on another one; NCCL gives nothing where it was not."""
         if work is not None:
             work.wait()
+
+
+def largest_direct(size: int) -> float:
+    """Bytes of a sum up to which `size` ranks write each other's memory; NCCL does more.
+
+    Two ranks send no more than with NCCL, and were measured to be faster with all sizes that a step has
+    (`stretto.bench.gpu_exchange`, H200). More ranks send more: their limits are estimated from two ranks' figures.
+    """
+    return math.inf if size == 2 else 2**22 / ((size - 1) * (size - 2))
 
 
 @contextmanager

@@ -22,8 +22,8 @@ logger = logging.getLogger("stretto.ranks")
 
 FLAGGED_WORDS = 2**17
 """4-byte words of one call up to which each has a flag (kernels/exchange.py)."""
-SIGNALLED_WORDS = 2**20
-"""Words of the largest call."""
+SIGNALLED_BYTES = 2**27
+"""Of a buffer, for calls of more words; both halves and all ranks share them."""
 _LAZY_PEER_ACCESS = 1
 
 
@@ -51,9 +51,10 @@ class PeerMemory:
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._aborting = torch.ones(1, dtype=torch.int32).pin_memory()
         self._abort_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        signalled = SIGNALLED_BYTES // (2 * size * 4)
         problem, handle = "", b""
         try:
-            self._own = self._driver.allocate(PeerBuffers.bytes_of(size, FLAGGED_WORDS, SIGNALLED_WORDS))
+            self._own = self._driver.allocate(PeerBuffers.bytes_of(size, FLAGGED_WORDS, signalled))
             handle = self._driver.export(self._own)
         except (OSError, RuntimeError) as error:
             problem = str(error)
@@ -80,7 +81,7 @@ class PeerMemory:
             rank,
             size,
             FLAGGED_WORDS,
-            SIGNALLED_WORDS,
+            signalled,
         )
         torch.cuda.synchronize(device)
 

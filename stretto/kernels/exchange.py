@@ -5,14 +5,16 @@ ways: few words are *flagged*, each is written beside the number of the call in 
 fenced (the idea of NCCL's LL protocol). Many words are *signalled*: half as many bytes, then a barrier and one number
 for each program. All ranks add in the order of the ranks, in float32: results are equal on all to the bit.
 
-Buffers alternate between two halves. A rank writes a half again two calls later; it has then got every other rank's
-words of the call in between, which that rank writes only after its earlier call has ended.
+What no call holds is summed in pieces. Buffers alternate between two halves. A rank writes a half again two calls
+later; it has then got every other rank's words of the call in between, which that rank writes only after its earlier
+call has ended.
 
 Legend: T rows, D hidden, R ranks; a word is 4 bytes of data: one float32, or two bfloat16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +60,7 @@ class PeerBuffers:
     flagged: int
     """Words of a call up to which they are flagged."""
     signalled: int
-    """Words of the largest call."""
+    """Words of the largest call; more are several calls."""
 
     @staticmethod
     def bytes_of(size: int, flagged: int, signalled: int) -> int:
@@ -66,24 +68,31 @@ class PeerBuffers:
         return 2 * size * (8 * flagged + 4 * signalled + 4 * _SIGNAL_WORDS * MOST_PROGRAMS)
 
     def holds(self, x: Tensor) -> bool:
-        """Whether a call can take `x`, whose last dimension is not empty. hot path"""
-        words = _num_words(x)
-        if words <= self.flagged:
-            return words > 0
-        return words <= self.signalled and x.numel() <= MOST_PROGRAMS * x.shape[-1]
+        """Whether `x` [T, D] can be summed: there is something, in whole words, and a row fits. hot path"""
+        return 0 < _num_words(x) <= self.signalled * x.shape[0]
+
+    def pieces(self, first_TD: Tensor, *others_TD: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """The rows of the given tensors, which are of one shape and dtype, that one call each can take. hot path"""
+        num_rows = first_TD.shape[0]
+        most_rows = min(MOST_PROGRAMS, self.signalled * num_rows // _num_words(first_TD))
+        if num_rows <= most_rows:
+            return ((first_TD, *others_TD),)
+        return zip(first_TD.split(most_rows), *(other_TD.split(most_rows) for other_TD in others_TD), strict=True)
 
 
 # hot path
-def sum_ranks(x: Tensor, peers: PeerBuffers) -> Tensor:
-    """`x` becomes the sum over all ranks; returns it. Contiguous, `peers.holds(x)`. Never blocks the host."""
-    _flat(x, x, peers, _SUM)
-    return x
+def sum_ranks(x_TD: Tensor, peers: PeerBuffers) -> Tensor:
+    """`x_TD` becomes the sum over all ranks; returns it. Contiguous, `peers.holds(x_TD)`. Never blocks the host."""
+    for (piece_TD,) in peers.pieces(x_TD):
+        _flat(piece_TD, piece_TD, peers, _SUM)
+    return x_TD
 
 
 # hot path
 def add_sum(residual_TD: Tensor, update_TD: Tensor, peers: PeerBuffers) -> None:
     """residual += the sum of all ranks' updates. Contiguous. Never blocks the host."""
-    _flat(residual_TD, update_TD, peers, _ADD)
+    for into_TD, piece_TD in peers.pieces(residual_TD, update_TD):
+        _flat(into_TD, piece_TD, peers, _ADD)
 
 
 # hot path
@@ -94,9 +103,17 @@ def add_sum_rms_norm(
 
     All contiguous and of one dtype.
     """
-    rows, width = residual_TD.shape
     out_TD = torch.empty_like(residual_TD)
-    words = width // 2 if residual_TD.dtype == torch.bfloat16 else width
+    for into_TD, piece_TD, normed_TD in peers.pieces(residual_TD, update_TD, out_TD):
+        _add_norm(into_TD, piece_TD, normed_TD, weight_D, eps, peers)
+    return out_TD
+
+
+def _add_norm(
+    residual_TD: Tensor, update_TD: Tensor, out_TD: Tensor, weight_D: Tensor, eps: float, peers: PeerBuffers
+) -> None:
+    rows = residual_TD.shape[0]
+    words = _num_words(residual_TD) // rows
     block = next_power_of_2(words)
     _exchange[(rows,)](
         update_TD.view(torch.int32),
@@ -120,7 +137,6 @@ def add_sum_rms_norm(
         num_warps=4 if block <= 1024 else 8,
         **options(residual_TD.device),
     )
-    return out_TD
 
 
 def _flat(into: Tensor, update: Tensor, peers: PeerBuffers, mode: int) -> None:

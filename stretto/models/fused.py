@@ -143,6 +143,11 @@ class FusedDecoder:
         if max_tokens >= gated_matmul.LEAST_ROWS:
             x_TD = self.embedding_VD.new_zeros(gated_matmul.LEAST_ROWS, self.config.hidden_size)
             self._gated(x_TD, self._layers[0].gate_up)
+        rows = 1
+        while self.group.size > 1 and rows < max_tokens:  # few and many words, in whole blocks and not
+            for count in (rows, rows + 1):
+                self.group.all_reduce(self.embedding_VD.new_zeros(count, self.config.hidden_size))
+            rows *= 2
 
     def embed(self, input_ids_T: Tensor) -> Tensor:
         """residual_TD of token ids, a fresh tensor. hot path"""

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from stretto.bench import workloads
+from stretto.config import EngineConfig
 from stretto.request import SamplingParams
-from tests.gpu.test_cuda_engine import MIXES, started
+from stretto.runtime import Runtime
+from tests.gpu.test_cuda_engine import MIXES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +29,12 @@ LOADS = ((1, 1), (1, 1000), (1, 3500), (5, 30), (64, 9), (20, 200), (40, 100))
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_nothing_is_compiled_once_an_engine_has_started(tmp_path: Path, deterministic: bool) -> None:
-    command = [sys.executable, "-m", "tests.gpu.test_compiled_gpu", str(tmp_path), str(int(deterministic))]
+    assert_nothing_is_compiled_later(tmp_path, deterministic, 1)
+
+
+def assert_nothing_is_compiled_later(folder: Path, deterministic: bool, ranks: int) -> None:
+    """By the first of `ranks` ranks."""
+    command = [sys.executable, "-m", "tests.gpu.test_compiled_gpu", str(folder), str(int(deterministic)), str(ranks)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     started_with, *later = found.stdout.splitlines()
@@ -34,7 +42,7 @@ def test_nothing_is_compiled_once_an_engine_has_started(tmp_path: Path, determin
     assert later == []
 
 
-def main(folder: Path, deterministic: bool) -> None:
+def main(folder: Path, deterministic: bool, ranks: int) -> None:
     """Print how many kernels starting compiles, then a line for each that is compiled later."""
     import triton
 
@@ -49,8 +57,20 @@ def main(folder: Path, deterministic: bool) -> None:
     shape = workloads.write_model("qwen3-0.6b", folder)
     adjusted = SamplingParams(presence_penalty=0.5, logit_bias={3: 1.0}, max_tokens=40, ignore_eos=True)
     scored = SamplingParams(prompt_logprobs=2, max_tokens=2, ignore_eos=True)
-    options = {"max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 4096, "dtype": "bfloat16"}
-    with started(shape, **options, deterministic=deterministic) as runtime:
+    config = EngineConfig(
+        str(shape),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=64,
+        max_num_batched_tokens=4096,
+        kv_cache_memory_bytes=2**30,
+        deterministic=deterministic,
+        tensor_parallel_size=ranks,
+    )
+    with closing(Runtime.start(config)) as runtime:
         print(len(compiled))
         for params in (*MIXES.values(), adjusted, scored):
             for count, length in LOADS:
@@ -66,4 +86,4 @@ def main(folder: Path, deterministic: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), bool(int(sys.argv[2])))
+    main(Path(sys.argv[1]), bool(int(sys.argv[2])), int(sys.argv[3]))

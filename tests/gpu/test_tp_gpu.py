@@ -18,6 +18,7 @@ import torch
 
 from stretto import LLM, SamplingParams
 from stretto.distributed.group import SOLO
+from tests.gpu.test_compiled_gpu import assert_nothing_is_compiled_later
 from tests.helpers.gpu_ranks import GpuCase, draws, expected_sums, sums, tokens_of
 from tests.helpers.processes import children_of, nothing_left, wait_until_dead
 from tests.helpers.rank_pool import RankPool
@@ -148,6 +149,10 @@ def test_no_rank_has_a_hidden_sync(model: Path) -> None:
         _answers(llm)
         _answers(llm)
         assert llm.hidden_syncs() == []
+
+
+def test_nothing_is_compiled_once_two_ranks_have_started(tmp_path: Path) -> None:
+    assert_nothing_is_compiled_later(tmp_path, deterministic=False, ranks=2)
 
 
 ENGINE = """
