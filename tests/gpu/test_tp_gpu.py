@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from stretto import LLM, SamplingParams
 from stretto.distributed.group import SOLO
 from tests.gpu.test_compiled_gpu import assert_nothing_is_compiled_later
 from tests.helpers.gpu_ranks import GpuCase, draws, expected_sums, sums, tokens_of
-from tests.helpers.processes import children_of, nothing_left, wait_until_dead
+from tests.helpers.processes import children_of, free_port, nothing_left, wait_until_dead
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.tiny_models import save, tiny_config, tiny_model
 
@@ -153,6 +154,51 @@ def test_no_rank_has_a_hidden_sync(model: Path) -> None:
 
 def test_nothing_is_compiled_once_two_ranks_have_started(tmp_path: Path) -> None:
     assert_nothing_is_compiled_later(tmp_path, deterministic=False, ranks=2)
+
+
+SCRIPT = """
+    import json, sys
+    from pathlib import Path
+    from tests.gpu.test_tp_gpu import _answers, _llm
+
+    with _llm(Path(sys.argv[1]), tensor_parallel_size=2, **json.loads(sys.argv[2])) as llm:
+        print(json.dumps(_answers(llm)))
+"""
+
+
+def _start(script: Path, model: Path, *launcher: str, gpus: str = "0,1", **options: object) -> subprocess.Popen[str]:
+    """Run SCRIPT, which is in `script`."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(script), str(model), json.dumps(options)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": gpus},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("started_by", ["torchrun", "a command a host"])
+def test_ranks_that_others_started_give_the_tokens_of_one_gpu(
+    started_by: str, model: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    """Both hosts are this one; each sees one GPU."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    if started_by == "torchrun":
+        ranks = [_start(script, model, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")]
+    else:
+        address = f"127.0.0.1:{free_port()}"
+        ranks = [
+            _start(script, model, gpus=str(host), nnodes=2, node_rank=host, dist_init_addr=address) for host in (0, 1)
+        ]
+    try:
+        ends = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), ends
+    assert json.loads(ends[0][0]) == alone
 
 
 ENGINE = """
