@@ -31,6 +31,7 @@ from stretto.kernels import (
     elementwise,
     exchange,
     few_rows,
+    peer_buffers,
     plan,
     plan_mixed,
     sampling,
@@ -270,19 +271,19 @@ def plans() -> None:
 def exchanges() -> None:
     """What ranks do together, seen from one of two: the other's words and signals are there already."""
     flagged, signalled = 512, 4096
-    size = exchange.PeerBuffers.bytes_of(2, flagged, signalled) // 8
+    size = peer_buffers.PeerBuffers.bytes_of(2, flagged, signalled) // 8
     own, others = (torch.zeros(size, dtype=torch.int64, device=DEVICE) for _ in range(2))
     addresses = longs([own.data_ptr(), others.data_ptr()])
 
-    def peers(call: int = 1) -> exchange.PeerBuffers:
+    def peers(call: int = 1) -> peer_buffers.PeerBuffers:
         """For calls from `call` on: flags and signals of that number and of the next one, each in its half."""
         words = own[: 4 * flagged].view(2, 2, flagged)
         signals = own.view(torch.int32)[8 * flagged + 4 * signalled :].view(2, 2, -1)
         for number in (call, call + 1):
             words[number % 2] = number << 32
             signals[number % 2] = number
-        state = torch.zeros(exchange.STATE_WORDS, dtype=torch.int32, device=DEVICE)
-        return exchange.PeerBuffers(addresses, state, 0, 2, flagged, signalled)
+        state = torch.zeros(peer_buffers.STATE_WORDS, dtype=torch.int32, device=DEVICE)
+        return peer_buffers.PeerBuffers(addresses, state, 0, 2, flagged, signalled)
 
     for rows in (3, 21):  # flagged, and signalled
         exchange.sum_ranks(low(rows, 202), peers())

@@ -17,6 +17,7 @@ from stretto.cache.page_pool import PagePool
 from stretto.cache.radix import RadixCache
 from stretto.config import EngineConfig, SchedulerConfig
 from stretto.device.base import Device
+from stretto.distributed.heartbeat import beat_of
 from stretto.distributed.link import Beat
 from stretto.distributed.member import ALONE, Member
 from stretto.distributed.place import place_of
@@ -27,8 +28,7 @@ from stretto.observe.annotations import mark
 from stretto.observe.engine import ObservedEngine
 from stretto.observe.faults import Faults
 from stretto.observe.sync_guard import SyncGuard
-from stretto.observe.timeline import LAUNCH, OTHER, PROCESS, RECEIVE, SCHEDULE, WAIT, Timeline
-from stretto.observe.whereabouts import whereabouts
+from stretto.observe.timeline import Timeline
 from stretto.request import FinishReason, Request, RequestState, SamplingParams, TokenArray
 from stretto.runtime_stats import RuntimeStats
 from stretto.scheduler.batch import StepOutput
@@ -41,10 +41,6 @@ MakeTurns = Callable[[Inbox, Callable[[], float]], TurnSource]
 """(messages of this process, its clock) -> where the loop gets its turns."""
 
 logger = logging.getLogger("stretto.ranks")
-ACTIVITIES = {OTHER: "outside", RECEIVE: "receive", WAIT: "device"} | dict.fromkeys((SCHEDULE, LAUNCH, PROCESS), "host")
-"""What other ranks are told about the phases of the loop."""
-_LONG_S = 1.0
-"""They are told where in its code the host is if it has been at one thing for so long."""
 
 
 class _Outbox:
@@ -341,21 +337,7 @@ class Runtime:
 
     def beat(self, phase: str) -> Beat:
         """What the loop does, in this phase of the rank's life. Any thread."""
-        loop_phase, since_s = self._timeline.phase()
-        thread = self._turning_in
-        activity = "outside" if thread is None else ACTIVITIES[loop_phase]
-        long = activity == "host" and since_s > _LONG_S
-        sums = self._timeline.totals()
-        return Beat(
-            phase,
-            activity,
-            sums.steps,
-            since_s,
-            where=whereabouts(thread) if long and thread is not None else "",
-            busy_s=sums.busy_s,
-            bubble_s=sums.bubble_s,
-            receive_s=sums.receive_s,
-        )
+        return beat_of(phase, self._timeline, self._turning_in)
 
     def beats(self) -> Mapping[int, Beat]:
         """What each other rank last told about itself, by rank: half a second old at most. Never blocks."""

@@ -25,7 +25,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from stretto.bench.gpu import environment
 from stretto.distributed.group import TensorGroup, connect_group
 from stretto.kernels.elementwise import add_rms_norm
-from stretto.kernels.exchange import PeerBuffers, add_sum_rms_norm, sum_ranks
+from stretto.kernels.exchange import add_sum_rms_norm, sum_ranks
+from stretto.kernels.peer_buffers import PeerBuffers
 from stretto.kernels.sampling import SampleScratch, sample_rows
 from stretto.kernels.split_sampling import AgreedMaxima, sample_split_rows
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from stretto.errors import EngineBroken
 
 if TYPE_CHECKING:
-    from stretto.kernels.exchange import PeerBuffers
+    from stretto.kernels.peer_buffers import PeerBuffers
 
 DEFAULT_TIMEOUT_S = 60.0
 _TICK = datetime.timedelta(milliseconds=50)

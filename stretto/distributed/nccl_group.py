@@ -26,7 +26,7 @@ from stretto.distributed.peer_memory import PeerMemory, Unshareable
 from stretto.errors import EngineBroken, NotSupported
 
 if TYPE_CHECKING:
-    from stretto.kernels.exchange import PeerBuffers
+    from stretto.kernels.peer_buffers import PeerBuffers
 
 logger = logging.getLogger("stretto.ranks")
 

@@ -16,12 +16,12 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from stretto.kernels.exchange import PeerBuffers
+    from stretto.kernels.peer_buffers import PeerBuffers
 
 logger = logging.getLogger("stretto.ranks")
 
 FLAGGED_WORDS = 2**17
-"""4-byte words of one call up to which each has a flag (kernels/exchange.py)."""
+"""4-byte words of one call up to which each has a flag (kernels/peer_buffers.py)."""
 SIGNALLED_BYTES = 2**27
 """Of a buffer, for calls of more words; both halves and all ranks share them."""
 _LAZY_PEER_ACCESS = 1
@@ -42,7 +42,7 @@ class PeerMemory:
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
         """Blocks until all ranks have come. Raises Unshareable, on all ranks or none; RuntimeError if one is lost."""
-        from stretto.kernels.exchange import STATE_WORDS, PeerBuffers
+        from stretto.kernels.peer_buffers import STATE_WORDS, PeerBuffers
 
         self._device = device
         self._driver = _Driver()
@@ -87,7 +87,7 @@ class PeerMemory:
 
     def abort(self) -> None:
         """Kernels that wait for another rank end, with garbage; later ones do not wait. Any thread; never blocks."""
-        from stretto.kernels.exchange import ABORTED
+        from stretto.kernels.peer_buffers import ABORTED
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._abort_stream):
             self._state[ABORTED : ABORTED + 1].copy_(self._aborting, non_blocking=True)

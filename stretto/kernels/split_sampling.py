@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.kernels.exchange import PeerBuffers, await_flagged, begin_call, end_call, push_flagged
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, next_power_of_2, options
+from stretto.kernels.peer_buffers import PeerBuffers, await_flagged, begin_call, end_call, push_flagged
 from stretto.kernels.sampling import SampleScratch, scan
 from stretto.kernels.sampling_draw import best_draw, feed_back, first_best
 from stretto.kernels.sampling_ranks import GREEDY_BELOW, row_best

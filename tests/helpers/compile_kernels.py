@@ -85,6 +85,7 @@ def compile_all(dtype: torch.dtype) -> None:
         invariant_matmul,
         jit,
         launch,
+        peer_buffers,
         plan,
         plan_mixed,
         prefill_attention,
@@ -110,7 +111,7 @@ def compile_all(dtype: torch.dtype) -> None:
     elementwise.add_rms_norm(low(2, 1024), torch.zeros(4, 2, 1024), low(1024), 1e-6)
     elementwise.sum_parts(torch.zeros(4, 2, 1024), dtype)
     elementwise.silu_and_mul(low(2, 2048))
-    peers = exchange.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**11, 2**19)
+    peers = peer_buffers.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**11, 2**19)
     exchange.sum_ranks(low(3, 1024), peers)
     exchange.add_sum(torch.zeros(3, 1024), torch.zeros(3, 1024), peers)
     exchange.add_sum_rms_norm(low(2, 1024), low(2, 1024), low(1024), 1e-6, peers)

@@ -16,7 +16,8 @@ from stretto.device.cuda import CudaDevice
 from stretto.distributed.group import TensorGroup
 from stretto.engine.fused_runner import fused_runner
 from stretto.kernels.elementwise import add_rms_norm_reference
-from stretto.kernels.exchange import PeerBuffers, add_sum, add_sum_rms_norm, sum_ranks
+from stretto.kernels.exchange import add_sum, add_sum_rms_norm, sum_ranks
+from stretto.kernels.peer_buffers import PeerBuffers
 from stretto.kernels.sampling import SampleScratch, sample_rows
 from stretto.kernels.split_sampling import AgreedMaxima, sample_split_rows
 from stretto.models.fused import FusedDecoder

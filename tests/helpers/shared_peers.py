@@ -9,7 +9,8 @@ from torch import Tensor
 
 from stretto.distributed.group import TensorGroup
 from stretto.kernels.elementwise import add_rms_norm_reference
-from stretto.kernels.exchange import STATE_WORDS, PeerBuffers, add_sum, add_sum_rms_norm, sum_ranks
+from stretto.kernels.exchange import add_sum, add_sum_rms_norm, sum_ranks
+from stretto.kernels.peer_buffers import STATE_WORDS, PeerBuffers
 from tests.helpers.gpu_ranks import draw_both_ways
 from tests.helpers.tensor_parallel import Case, Found, compute
 
