@@ -21,3 +21,7 @@ else
   echo "FlashInfer is not installed: not compared"
 fi
 bench --deterministic "${short[@]}" --workload w3 --output "$OUT/gpu_deterministic.json"
+# What serving costs: the same requests over HTTP and offline.
+load() { "$PYTHON" benchmarks/server_load.py --clients 8 "$@"; }
+load --model qwen3-0.6b --concurrency 64 --json "$OUT/gpu_server_0.6b.json"
+load --model qwen3-8b --concurrency 128 --json "$OUT/gpu_server_8b.json"

@@ -8,3 +8,5 @@ OUT="${OUT:-benchmarks/results}"
 export PYTHONPATH=".:${PYTHONPATH:-}"
 "$PYTHON" -m stretto.bench.gpu_tp --ranks "${RANKS:-2}" --output "$OUT/gpu_tp.json"
 "$PYTHON" -m stretto.bench.gpu_exchange --ranks "${RANKS:-2}" --output "$OUT/gpu_exchange.json"
+"$PYTHON" benchmarks/server_load.py --model qwen3-8b --concurrency 128 --clients 8 --ranks "${RANKS:-2}" \
+  --json "$OUT/gpu_server_8b_tp.json"
