@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from stretto.config import EngineConfig
 from stretto.observe.whereabouts import whereabouts
@@ -34,6 +38,22 @@ def test_a_beat_says_where_the_loop_is_for_long(tmp_path: Path) -> None:
             runtime.step()
     finally:
         runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [("/job.py", "job (/job.py:2)"), ("job.py", "job (job.py:2)"), ("", "job (:2)"), ("<string>", "job (<string>:2)")],
+)
+def test_a_program_may_be_of_any_file(file: str, told: str) -> None:
+    scope: dict[str, Any] = {"sleep": time.sleep, "ends": threading.Event()}
+    exec(compile("def job():\n    while not ends.is_set(): sleep(0.01)\n", file, "exec"), scope)
+    working = threading.Thread(target=scope["job"])
+    working.start()
+    try:
+        wait_until(lambda: "is_set" not in (where := whereabouts(working.ident or 0)) and where == told, told)
+    finally:
+        scope["ends"].set()
+        working.join()
 
 
 def test_a_call_of_a_library_is_told_with_the_calls_around_it() -> None:

@@ -10,7 +10,7 @@ _ACTIVITIES = {OTHER: "outside", RECEIVE: "receive", WAIT: "device"} | dict.from
     (SCHEDULE, LAUNCH, PROCESS), "host"
 )
 _LONG_S = 1.0
-"""From then on a host that computes is asked where it is."""
+"""From then on a host that does not wait for a turn is asked where it is."""
 
 
 def beat_of(phase: str, timeline: Timeline, thread: int | None) -> Beat:
@@ -23,7 +23,7 @@ def beat_of(phase: str, timeline: Timeline, thread: int | None) -> Beat:
         activity,
         sums.steps,
         since_s,
-        where="" if thread is None or activity != "host" or since_s < _LONG_S else whereabouts(thread),
+        where="" if thread is None or activity == "receive" or since_s < _LONG_S else whereabouts(thread),
         busy_s=sums.busy_s,
         bubble_s=sums.bubble_s,
         receive_s=sums.receive_s,

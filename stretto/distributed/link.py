@@ -62,7 +62,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     since_s: float = 0.0
     """Seconds since activity or steps changed."""
     where: str = ""
-    """Where in its code a host is that has been computing for long."""
+    """Where in its code a host is that has been computing, or waiting for its device, for long."""
     resting: bool = False
     """Of the leader: it is outside the loop, and nothing is under way."""
     busy_s: float = 0.0

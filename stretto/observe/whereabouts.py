@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import FrameType
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = str(Path(__file__).parents[1])
 _MOST_OWN = 3
 
 
@@ -20,13 +21,16 @@ def whereabouts(thread: int) -> str:
     num_own = 0
     while frame is not None and num_own < _MOST_OWN:
         file = frame.f_code.co_filename
-        is_own = file.startswith(str(_PACKAGE))
-        if is_own or (not calls and not file.startswith("<")):  # imports pass through files of no name
-            calls.append(_told(frame, _PACKAGE.parent if is_own else Path(file).parents[1]))
+        is_own = file.startswith(_PACKAGE + os.sep)
+        if is_own or (not calls and not file.startswith("<frozen ")):  # as imports are
+            calls.append(_told(frame, is_own))
         num_own += is_own
         frame = frame.f_back
     return " in ".join(calls)
 
 
-def _told(frame: FrameType, root: Path) -> str:
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).relative_to(root)}:{frame.f_lineno})"
+def _told(frame: FrameType, is_own: bool) -> str:
+    file = frame.f_code.co_filename
+    if is_own:
+        file = os.path.relpath(file, os.path.dirname(_PACKAGE))
+    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
