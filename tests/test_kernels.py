@@ -162,10 +162,17 @@ def test_prefill_attention(
             assert_close(out, expected)
 
 
+HEADS = [(width, 65_600) for width in (896, 1536, 2560, 3072, 5120)]
+"""Real models' hidden widths; only heads have more than 65,536 outputs."""
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("width", "outputs"),
-    [(64, 48), (200, 40), (2100, 46), *([(1024, 4096), (12288, 512), (4096, 6144), (4096, 4098)] if GPU else [])],
+    [
+        *[(64, 48), (200, 40), (2100, 46)],
+        *([(1024, 4096), (12288, 512), (4096, 6144), (4096, 4098), *HEADS] if GPU else []),
+    ],
 )
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("behind", ["nothing", "gate", "add"])

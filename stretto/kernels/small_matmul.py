@@ -113,7 +113,8 @@ def small_matmul(
 def gemv_blocks(outputs: int, width: int, gate: bool) -> tuple[int, int]:
     """(rows of the weight per program, warps) for one row of x: the fastest of those measured on an H200."""
     if outputs > 65536:
-        return max(2, 16384 // max(1024, width)), 4  # more elements a thread would not fit into its registers
+        # More elements a thread would not fit into its registers.
+        return max(2, 16384 // max(1024, next_power_of_2(width))), 4
     if gate:
         return (4, 4) if width <= 2048 else (2, 4)
     if width <= 2048:

@@ -11,6 +11,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +34,46 @@ _POINTERS = {
 compiled: dict[str, Any] = {}
 stack_bytes: dict[str, int] = {}
 """Of each kernel, the most that a thread of one of its binaries needs beside its registers."""
+parsed: set[str] = set()
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     """Stands in for `Kernel.run`."""
-    given = dict(zip(self.arg_names, args, strict=False))
-    options = {name: value for name, value in kwargs.items() if name not in self.arg_names and name != "launch_pdl"}
-    given.update({name: value for name, value in kwargs.items() if name in self.arg_names})
+    arguments, options = _arguments(self, args, kwargs)
+    binary = compiled[self.__name__] = triton.compile(ASTSource(fn=self, **arguments), target=TARGET, options=options)
+    stack_bytes[self.__name__] = max(_stack_bytes(binary.asm["cubin"]), stack_bytes.get(self.__name__, 0))
+
+
+class _Parsed(Exception):
+    """As far as it should go."""
+
+
+class _ParsedSource(ASTSource):
+    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+        super().make_ir(*args, **kwargs)
+        raise _Parsed
+
+
+def parse_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Stands in for `Kernel.run`; each binary once."""
+    arguments, options = _arguments(self, args, kwargs)
+    key = f"{self.__name__} {arguments} {options}"
+    if key not in parsed:
+        parsed.add(key)
+        with suppress(_Parsed):
+            triton.compile(_ParsedSource(fn=self, **arguments), target=TARGET, options=options)
+
+
+def _arguments(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of an ASTSource: types, constants and attributes of a launch; and the compiler's options."""
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names and name != "launch_pdl"}
+    given.update({name: value for name, value in kwargs.items() if name in kernel.arg_names})
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
-    for index, parameter in enumerate(self.params):
+    for index, parameter in enumerate(kernel.params):
         value = given[parameter.name]
         if parameter.is_constexpr:
             signature[parameter.name] = "constexpr"
@@ -57,9 +88,7 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
-    binary = compiled[self.__name__] = triton.compile(source, target=TARGET, options=options)
-    stack_bytes[self.__name__] = max(_stack_bytes(binary.asm["cubin"]), stack_bytes.get(self.__name__, 0))
+    return {"signature": signature, "constexprs": constants, "attrs": attributes}, options
 
 
 def _stack_bytes(cubin: bytes) -> int:
@@ -72,8 +101,40 @@ def _stack_bytes(cubin: bytes) -> int:
     return max(int(found) for found in re.findall(r"STACK:(\d+)", used))
 
 
-def compile_all(dtype: torch.dtype) -> None:
-    """Every kernel that models of `dtype` use, with shapes that take every branch of the launch functions."""
+@dataclass(frozen=True)
+class Shape:
+    """Of a model, or of one rank's part of it."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    dim: int
+    vocabulary: int
+
+
+SHAPES = {
+    "SmolLM2-135M": Shape(576, 1536, 9, 3, 64, 49_152),
+    "Qwen2.5-0.5B": Shape(896, 4864, 14, 2, 64, 151_936),
+    "SmolLM2-360M": Shape(960, 2560, 15, 5, 64, 49_152),
+    "Qwen3-0.6B": Shape(1024, 3072, 16, 8, 128, 151_936),
+    "Qwen2.5-1.5B": Shape(1536, 8960, 12, 2, 128, 151_936),
+    "Qwen2.5-1.5B, one of two ranks": Shape(1536, 4480, 6, 1, 128, 75_968),
+    "Llama-3.2-1B": Shape(2048, 8192, 32, 8, 64, 128_256),
+    "Qwen3-4B": Shape(2560, 9728, 32, 8, 128, 151_936),
+    "Llama-3.2-3B": Shape(3072, 8192, 24, 8, 128, 128_256),
+    "Qwen2.5-7B": Shape(3584, 18_944, 28, 4, 128, 152_064),
+    "Qwen3-8B": Shape(4096, 12_288, 32, 8, 128, 151_936),
+    "Llama-3.1-8B": Shape(4096, 14_336, 32, 8, 128, 128_256),
+    "Qwen3-14B": Shape(5120, 17_408, 40, 8, 128, 151_936),
+    "Qwen2.5-32B": Shape(5120, 27_648, 40, 8, 128, 152_064),
+    "Llama-3.1-70B": Shape(8192, 28_672, 64, 8, 128, 128_256),
+}
+"""Real models that fit into a GPU or two."""
+
+
+def launch_model(dtype: torch.dtype, shape: Shape) -> None:
+    """What decode steps and prompts of a model of this shape launch, for one row, few and many."""
     from stretto.kernels import (
         decode_attention,
         decode_work,
@@ -82,15 +143,99 @@ def compile_all(dtype: torch.dtype) -> None:
         few_rows,
         gated_matmul,
         invariant_attention,
-        invariant_matmul,
-        jit,
-        launch,
         peer_buffers,
-        plan,
-        plan_mixed,
         prefill_attention,
         prefill_work,
         rope_write,
+        sampling,
+    )
+    from stretto.kernels import small_matmul as products
+
+    cpu = torch.device("cpu")
+    hidden, ffn, heads, kv_heads, dim = shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.dim
+    width = (heads + 2 * kv_heads) * dim
+
+    def low(*sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=dtype)
+
+    def longs(*sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=torch.int64)
+
+    weights = {
+        "qkv": low(width, hidden),
+        "o": low(hidden, heads * dim),
+        "gate_up": low(2 * ffn, hidden),
+        "down": low(hidden, ffn),
+        "head": low(shape.vocabulary, hidden),
+    }
+    norm = products.Norm(low(hidden), 1e-6)
+    row, o_row, f_row = low(1, hidden), low(1, heads * dim), low(1, ffn)
+    products.small_matmul(row, weights["qkv"], low(width), norm=norm)
+    products.small_matmul(o_row, weights["o"], add_to=row)
+    products.small_matmul(o_row, weights["o"])
+    products.small_matmul(row, weights["gate_up"], norm=norm, gate=True)
+    products.small_matmul(f_row, weights["down"], add_to=row)
+    products.small_matmul(row, weights["head"], norm=norm)
+    for count in (8, 64):
+        for name, given in (("qkv", hidden), ("o", heads * dim), ("down", ffn)):
+            few_rows.few_rows_matmul(low(count, given), weights[name])
+        few_rows.few_rows_gated(low(count, hidden), weights["gate_up"])
+        few_rows.few_rows_matmul(low(count, hidden), weights["head"], whole=True)
+    if dtype.itemsize == 2 and ffn % 128 == 0 and hidden % 64 == 0:
+        gated_matmul.gated_matmul(low(1100, hidden), weights["gate_up"])
+    elementwise.add_rms_norm(low(2, hidden), low(2, hidden), norm.weight, 1e-6)
+    elementwise.add_rms_norm(low(2, hidden), torch.zeros(4, 2, hidden), norm.weight, 1e-6)
+    elementwise.silu_and_mul(low(2, 2 * ffn))
+    if dtype != torch.float16:
+        peers = peer_buffers.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**17, 2**23)
+        for count in (2, 2048):
+            exchange.sum_ranks(low(count, hidden), peers)
+            exchange.add_sum(low(count, hidden), low(count, hidden), peers)
+            exchange.add_sum_rms_norm(low(count, hidden), low(count, hidden), norm.weight, 1e-6, peers)
+    transform = rope_write.HeadTransform(heads, kv_heads, low(heads + kv_heads, dim), 1e-6, torch.zeros(64, dim))
+    keys, values = low(8, kv_heads, 16, dim), low(8, kv_heads, 16, dim)
+    for qkv in (torch.zeros(2, 2, heads + 2 * kv_heads, dim), low(2, heads + 2 * kv_heads, dim)):
+        rope_write.rope_write(qkv, longs(2), longs(2), transform, keys, values)
+    tables = (longs(9, 4), longs(4), longs(4))
+    for most in (4, *decode_work.row_steps(256, kv_heads)):
+        work = decode_work.DecodeWork.allocate(most, heads, kv_heads, dim, cpu)
+        q = low(4, heads, dim)
+        decode_attention.decode_attention(q, keys, values, *tables, 0.1, work, low(4, heads, dim))
+    decode_work.plan_decode(tables[2], 4, kv_heads, work)
+    q = low(99, heads, dim)
+    for block_q in prefill_attention.query_blocks(dim, heads // kv_heads):
+        blocks = prefill_work.PrefillWork.allocate(99, 4, block_q, cpu)
+        prefill_work.plan_prefill(tables[1], tables[2], longs(4), 4, 1, blocks)
+        prefill_attention.prefill_attention(q, keys, values, tables[0], blocks, 5, 0.1, torch.empty_like(q))
+    scratch = invariant_attention.PartScratch.allocate(4, heads, kv_heads, dim, 4096, cpu)
+    for count, parts in ((99, None), (4, scratch)):
+        q = low(count, heads, dim)
+        invariant_attention.invariant_attention(
+            q, keys, values, *tables, longs(4), 4, 0.1, torch.empty_like(q), *(() if parts is None else (parts,))
+        )
+    logits, room = low(3, shape.vocabulary), sampling.SampleScratch.allocate(3, shape.vocabulary, cpu)
+    sampling.sample_rows(logits, longs(3), longs(3), torch.zeros(9), longs(9), longs(9, 64), longs(9), longs(3), room)
+
+
+def prepare() -> None:
+    """Let kernels be launched as on a Hopper GPU, by whatever stands in for `Kernel.run`."""
+    from stretto.kernels import launch
+
+    launch.dependent_launch = lambda device: True  # type: ignore[assignment]
+
+
+def compile_all(dtype: torch.dtype) -> None:
+    """Every kernel that models of `dtype` use, with shapes that take every branch of the launch functions."""
+    from stretto.kernels import (
+        decode_work,
+        elementwise,
+        exchange,
+        invariant_matmul,
+        jit,
+        peer_buffers,
+        plan,
+        plan_mixed,
+        prefill_work,
         sampling,
         sampling_filters,
         split_sampling,
@@ -98,8 +243,9 @@ def compile_all(dtype: torch.dtype) -> None:
     from stretto.kernels import small_matmul as products
 
     jit.Kernel.run = compile_instead  # type: ignore[method-assign]
-    launch.dependent_launch = lambda device: True  # type: ignore[assignment]
+    prepare()
     cpu = torch.device("cpu")
+    launch_model(dtype, Shape(1024, 256, 16, 8, 128, 512))
 
     def low(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -107,58 +253,39 @@ def compile_all(dtype: torch.dtype) -> None:
     def longs(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
-    elementwise.add_rms_norm(low(2, 1024), low(2, 1024), low(1024), 1e-6)
-    elementwise.add_rms_norm(low(2, 1024), torch.zeros(4, 2, 1024), low(1024), 1e-6)
     elementwise.sum_parts(torch.zeros(4, 2, 1024), dtype)
-    elementwise.silu_and_mul(low(2, 2048))
-    peers = peer_buffers.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**11, 2**19)
-    exchange.sum_ranks(low(3, 1024), peers)
-    exchange.add_sum(torch.zeros(3, 1024), torch.zeros(3, 1024), peers)
-    exchange.add_sum_rms_norm(low(2, 1024), low(2, 1024), low(1024), 1e-6, peers)
-    transform = rope_write.HeadTransform(16, 8, low(24, 128), 1e-6, torch.zeros(64, 128))
-    cache = low(2, 8, 8, 16, 128)
-    rope_write.rope_write(torch.zeros(2, 2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
-    rope_write.rope_write(low(2, 32, 128), longs(2), longs(2), transform, cache[0], cache[1])
-    work = decode_work.DecodeWork.allocate(4, 16, 8, 128, cpu)
-    rows = (longs(9, 4), longs(4), longs(4))
-    decode_work.plan_decode(rows[2], 4, 8, work)
-    decode_attention.decode_attention(low(4, 16, 128), cache[0], cache[1], *rows, 0.1, work, low(4, 16, 128))
-    for block_q in prefill_attention.query_blocks(128, groups=2):
-        blocks = prefill_work.PrefillWork.allocate(99, 4, block_q, cpu)
-        prefill_work.plan_prefill(rows[1], rows[2], longs(4), 4, 1, blocks)
-        prefill_attention.prefill_attention(
-            low(99, 16, 128), cache[0], cache[1], rows[0], blocks, 5, 0.1, low(99, 16, 128)
-        )
-    invariant_attention.invariant_attention(
-        low(99, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, low(99, 16, 128)
-    )
-    scratch = invariant_attention.PartScratch.allocate(4, 16, 8, 128, 4096, cpu)
-    invariant_attention.invariant_attention(
-        low(4, 16, 128), cache[0], cache[1], *rows, longs(4), 4, 0.1, low(4, 16, 128), scratch
-    )
     for count, outputs in ((9, 1024), (9, 9000), (300, 5000), (3000, 9000)):
         invariant_matmul.invariant_matmul(low(count, 1024), low(outputs, 1024), low(outputs))
-    for norm, gate in ((products.Norm(low(1024), 1e-6), True), (None, False)):
-        products.small_matmul(low(1, 1024), low(512, 1024), low(512), norm=norm, gate=gate)
     products.small_matmul(low(1, 4096), low(512, 4096), low(512), norm=products.Norm(low(4096), 1e-6), gate=True)
-    if dtype.itemsize == 2:
-        gated_matmul.gated_matmul(low(300, 1024), low(512, 1024))
-    for count in (8, 64):
-        few_rows.few_rows_matmul(low(count, 1024), low(512, 1024), low(512))
-        few_rows.few_rows_matmul(low(count, 1024), low(512, 1024), low(512), whole=True)
-        few_rows.few_rows_gated(low(count, 1024), low(512, 1024))
     logits, scratch = low(3, 9001), sampling.SampleScratch.allocate(3, 9001, cpu)
     floats = torch.zeros(9)
     rows = (longs(3), longs(3), floats, longs(9), longs(9, 64), longs(9), longs(3), scratch)
-    sampling.sample_rows(logits, *rows)
-    agreed = split_sampling.AgreedMaxima.allocate(3, cpu)
-    split_sampling.sample_split_rows(logits, range(8000, 16_000), *rows, agreed, peers)
+    if dtype != torch.float16:
+        peers = peer_buffers.PeerBuffers(longs(2), torch.zeros(4, dtype=torch.int32), 0, 2, 2**11, 2**19)
+        exchange.add_sum(torch.zeros(3, 1024), torch.zeros(3, 1024), peers)
+        agreed = split_sampling.AgreedMaxima.allocate(3, cpu)
+        split_sampling.sample_split_rows(logits, range(8000, 16_000), *rows, agreed, peers)
     found = sampling_filters.FilterScratch.allocate(3, cpu)
     filters = sampling_filters.RowFilters(longs(9), floats, floats, found)
     sampling.sample_rows(logits, *rows, filters=filters)
     sampling.mask_stop_ids(logits, longs(3), longs(3), longs(9), longs(9, 16))
-    for rows in (4, 1024):
-        _compile_plan(rows, plan, plan_mixed, work, blocks, dtype)
+    work = decode_work.DecodeWork.allocate(4, 16, 8, 128, cpu)
+    blocks = prefill_work.PrefillWork.allocate(99, 4, 64, cpu)
+    for most in (4, 1024):
+        _compile_plan(most, plan, plan_mixed, work, blocks, dtype)
+
+
+def parse_all(dtype: torch.dtype) -> None:
+    """What models of `SHAPES` launch, as far as Triton's intermediate code: a hundred times as fast as compiling it."""
+    from stretto.kernels import jit
+
+    jit.Kernel.run = parse_instead  # type: ignore[method-assign]
+    prepare()
+    for name, shape in SHAPES.items():
+        try:
+            launch_model(dtype, shape)
+        except Exception as error:
+            raise AssertionError(f"{name}: {shape}") from error
 
 
 def _compile_plan(rows: int, plan: Any, plan_mixed: Any, work: Any, blocks: Any, dtype: torch.dtype) -> None:
@@ -181,8 +308,12 @@ def _compile_plan(rows: int, plan: Any, plan_mixed: Any, work: Any, blocks: Any,
 
 
 if __name__ == "__main__":
-    compile_all(getattr(torch, sys.argv[1]))
-    for name in sys.argv[2:]:
-        print(compiled[name].asm["ttgir"])
-    print(len(compiled), "kernels:", ", ".join(sorted(compiled)))
-    print("stack:", json.dumps(stack_bytes))
+    if sys.argv[2:] == ["--shapes"]:
+        parse_all(getattr(torch, sys.argv[1]))
+        print(len(parsed), "launches of", len(SHAPES), "models")
+    else:
+        compile_all(getattr(torch, sys.argv[1]))
+        for name in sys.argv[2:]:
+            print(compiled[name].asm["ttgir"])
+        print(len(compiled), "kernels:", ", ".join(sorted(compiled)))
+        print("stack:", json.dumps(stack_bytes))
