@@ -51,7 +51,7 @@ class PeerMemory:
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self._aborting = torch.ones(1, dtype=torch.int32).pin_memory()
         self._abort_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        signalled = SIGNALLED_BYTES // (2 * size * 4)
+        signalled = SIGNALLED_BYTES // (2 * size * 16) * 4
         problem, handle = "", b""
         try:
             self._own = self._driver.allocate(PeerBuffers.bytes_of(size, FLAGGED_WORDS, signalled))

@@ -24,6 +24,7 @@ from stretto.kernels.peer_buffers import (
     end_call,
     push_flagged,
     push_signalled,
+    take_piece,
     words_of,
 )
 
@@ -164,19 +165,20 @@ def _exchange(
     PDL: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
-    at = tl.program_id(0) * WORDS + i
-    inside = i < WORDS
-    if not WHOLE:
-        inside = inside & (at < num_words)
     if MODE == 2:
         weight = tl.load(weight_ptr + i, mask=i < WORDS, other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     call = begin_call(state_ptr)
+    piece = take_piece(state_ptr)
+    at = piece * WORDS + i
+    inside = i < WORDS
+    if not WHOLE:
+        inside = inside & (at < num_words)
     own = tl.load(update_ptr + at, mask=inside, other=0)
     if SIGNALLED:
-        push_signalled(own, at, inside, call, address_ptr, RANK, SIZE, FLAGGED, SIGNALLED, PROGRAMS)
+        push_signalled(own, at, inside, call, piece, address_ptr, RANK, SIZE, FLAGGED, SIGNALLED, PROGRAMS)
     else:
         push_flagged(own, at, inside, call, address_ptr, RANK, SIZE, FLAGGED)
     if MODE != 0:
@@ -188,7 +190,7 @@ def _exchange(
             word = own
         elif SIGNALLED:
             word = await_signalled(
-                source, at, inside, call, address_ptr, state_ptr, RANK, SIZE, FLAGGED, SIGNALLED, PROGRAMS
+                source, at, inside, call, piece, address_ptr, state_ptr, RANK, SIZE, FLAGGED, SIGNALLED, PROGRAMS
             )
         else:
             word = await_flagged(source, at, inside, call, address_ptr, state_ptr, RANK, SIZE, FLAGGED)

@@ -25,8 +25,11 @@ _CALLS: tl.constexpr = tl.constexpr(0)
 _ENDED: tl.constexpr = tl.constexpr(1)
 ABORTED = 2
 _ABORTED: tl.constexpr = tl.constexpr(ABORTED)
+_TAKEN: tl.constexpr = tl.constexpr(3)
 STATE_WORDS = 4
-"""int32: calls so far; programs of the running call that have ended; not 0: wait for nobody any more; unused."""
+"""int32: calls so far; programs of the running call that have ended; not 0: wait for nobody any more; pieces taken."""
+_AT_ONCE: tl.constexpr = tl.constexpr(128)
+"""Programs that run at once on any GPU that has peers."""
 
 MOST_PROGRAMS = 4096
 """Of a signalled call."""
@@ -49,9 +52,9 @@ class PeerBuffers:
     rank: int
     size: int
     flagged: int
-    """Words of a call up to which they are flagged."""
+    """Words of a call up to which they are flagged; a multiple of 2."""
     signalled: int
-    """Words of the largest call; more are several calls."""
+    """Words of the largest call; more are several calls. A multiple of 4, so that four are written at once."""
 
     @staticmethod
     def bytes_of(size: int, flagged: int, signalled: int) -> int:
@@ -108,13 +111,20 @@ def await_flagged(
 
 @triton.jit
 def _signalled_places(
-    address, source, call, SIZE: tl.constexpr, FLAGGED: tl.constexpr, SIGNALLED: tl.constexpr, PROGRAMS: tl.constexpr
+    address,
+    source,
+    call,
+    piece,
+    SIZE: tl.constexpr,
+    FLAGGED: tl.constexpr,
+    SIGNALLED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
-    """In the buffer at `address`: the words of rank `source` in this call, and this program's signal of it."""
+    """In the buffer at `address`: the words of rank `source` in this call, and the signal of this piece of them."""
     part = (call & 1) * SIZE + source
     words = tl.multiple_of((address + 16 * SIZE * FLAGGED).to(tl.pointer_type(tl.int32)), 16)
     signals = words + 2 * SIZE * SIGNALLED
-    return words + part * SIGNALLED, signals + (part * PROGRAMS + tl.program_id(0)) * 8
+    return words + part * SIGNALLED, signals + (part * PROGRAMS + piece) * 8
 
 
 @triton.jit
@@ -123,6 +133,7 @@ def push_signalled(
     at,
     inside,
     call,
+    piece,
     address_ptr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -133,14 +144,14 @@ def push_signalled(
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             theirs, signal = _signalled_places(
-                tl.load(address_ptr + peer), RANK, call, SIZE, FLAGGED, SIGNALLED, PROGRAMS
+                tl.load(address_ptr + peer), RANK, call, piece, SIZE, FLAGGED, SIGNALLED, PROGRAMS
             )
-            tl.store(theirs + at, words, mask=inside)
+            tl.store(tl.multiple_of(theirs, 16) + at, words, mask=inside)
     tl.debug_barrier()  # all threads' words come before the signal, which one thread gives
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             theirs, signal = _signalled_places(
-                tl.load(address_ptr + peer), RANK, call, SIZE, FLAGGED, SIGNALLED, PROGRAMS
+                tl.load(address_ptr + peer), RANK, call, piece, SIZE, FLAGGED, SIGNALLED, PROGRAMS
             )
             tl.atomic_xchg(signal, call, sem="release", scope="sys")
 
@@ -151,6 +162,7 @@ def await_signalled(
     at,
     inside,
     call,
+    piece,
     address_ptr,
     state_ptr,
     RANK: tl.constexpr,
@@ -159,13 +171,15 @@ def await_signalled(
     SIGNALLED: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    own, signal = _signalled_places(tl.load(address_ptr + RANK), source, call, SIZE, FLAGGED, SIGNALLED, PROGRAMS)
+    own, signal = _signalled_places(
+        tl.load(address_ptr + RANK), source, call, piece, SIZE, FLAGGED, SIGNALLED, PROGRAMS
+    )
     missing = tl.atomic_add(signal, 0, sem="acquire", scope="sys") != call
     while missing:
         missing = tl.atomic_add(signal, 0, sem="acquire", scope="sys") != call
         missing = missing & (tl.load(state_ptr + _ABORTED, volatile=True) == 0)
     tl.debug_barrier()
-    return tl.load(own + at, mask=inside, other=0, cache_modifier=".cg")
+    return tl.load(tl.multiple_of(own, 16) + at, mask=inside, other=0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -175,8 +189,22 @@ def begin_call(state_ptr):
 
 
 @triton.jit
+def take_piece(state_ptr):
+    """Number of the piece of a call that this program is to do.
+
+    Where not all programs can run at once, those that have begun take the first ones. So whatever order GPUs begin
+    programs in, the first piece that is not done on all ranks is being done on each of them, and none waits for ever.
+    """
+    piece = tl.program_id(0)
+    if tl.num_programs(0) > _AT_ONCE:
+        piece = tl.atomic_add(state_ptr + _TAKEN, 1)
+    return piece
+
+
+@triton.jit
 def end_call(state_ptr, call):
     """Each program, at its end: the last one makes the next call another one."""
     if tl.atomic_add(state_ptr + _ENDED, 1) == tl.num_programs(0) - 1:
         tl.store(state_ptr + _ENDED, 0)
+        tl.store(state_ptr + _TAKEN, 0)
         tl.store(state_ptr + _CALLS, call)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stretto.kernels.jit import kernel
 from stretto.kernels.launch import cdiv, next_power_of_2, options
-from stretto.kernels.peer_buffers import PeerBuffers, await_flagged, begin_call, end_call, push_flagged
+from stretto.kernels.peer_buffers import PeerBuffers, await_flagged, begin_call, end_call, push_flagged, take_piece
 from stretto.kernels.sampling import SampleScratch, scan
 from stretto.kernels.sampling_draw import best_draw, feed_back, first_best
 from stretto.kernels.sampling_ranks import GREEDY_BELOW, row_best
@@ -163,10 +163,10 @@ def _agree_on_maxima(
     FLAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    row = take_piece(state_ptr).to(tl.int64)
     best = row_best(maximum_ptr, row, stride, BLOCKS)
     best, _ = _best_of_ranks(best, 0, row, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
     tl.store(agreed_ptr + row, best)
@@ -233,10 +233,10 @@ def _agree_on_tokens(
     FLAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    row = take_piece(state_ptr).to(tl.int64)
     own, token = tl.load(own_ptr + row), tl.load(own_id_ptr + row)
     _, token = _best_of_ranks(own, token, row, address_ptr, state_ptr, RANK, SIZE, FLAGGED)
     best = tl.load(agreed_ptr + row)

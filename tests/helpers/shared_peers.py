@@ -67,7 +67,7 @@ def sum_with_peers(group: TensorGroup, directory: Path) -> list[tuple[Tensor, ..
     """Results of every kernel and what plain torch finds, for shapes that end inside blocks and repeat halves."""
     peered, found = WithPeers(group, directory), []
     peers = peered.peers
-    for rows, width in ((1, 64), (3, 96), (5, 130), (2, 1040), (1, 4096), (5, 4096)):
+    for rows, width in ((1, 64), (3, 96), (5, 130), (2, 1040), (1, 4096), (5, 4096), (150, 20)):
         generator = torch.Generator().manual_seed(rows)
         parts = [torch.randn(rows, width, generator=generator) for _ in range(group.size)]
         residual, weight = torch.randn(rows, width, generator=generator), torch.randn(width, generator=generator)
