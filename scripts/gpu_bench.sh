@@ -21,6 +21,12 @@ else
   echo "FlashInfer is not installed: not compared"
 fi
 bench --deterministic "${short[@]}" --workload w3 --output "$OUT/gpu_deterministic.json"
+# Starting, with 512 rows: without any compiled kernel, and with them.
+cache="$(mktemp -d)"
+for state in cold warm; do
+  TRITON_CACHE_DIR="$cache" bench --rows 512 --repeats 1 --workload w2:1:16 --output "$OUT/gpu_start_$state.json"
+done
+rm -r "$cache"
 # What serving costs: the same requests over HTTP and offline.
 load() { "$PYTHON" benchmarks/server_load.py --clients 8 "$@"; }
 load --model qwen3-0.6b --concurrency 64 --json "$OUT/gpu_server_0.6b.json"

@@ -47,4 +47,4 @@ run() { # NAME OPTIONS...; pytest's status 2: it was stopped
 run together -n "$workers" --maxschedchunk 1 --share-gpus "$visible" --slow-first benchmarks/results/gpu_tests.json \
   "${others[@]}" "$@"
 run alone -n $((8 * gpus <= cores ? gpus : 1)) --share-gpus "$visible" "${alone[@]}" "$@"
-run several -n 4 "$several" "$@"
+run several -n 6 "$several" "$@"

@@ -27,6 +27,7 @@ from stretto.assembly import assemble
 from stretto.bench import workloads
 from stretto.bench.workloads import BenchRequest
 from stretto.config import AttentionBackendName, EngineConfig
+from stretto.engine.fused_runner import FusedRunner
 from stretto.errors import InvalidRequest
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
@@ -83,8 +84,8 @@ def engine_config(model: str, root: Path, **options: Any) -> EngineConfig:
     )
 
 
-def start(setup: Setup, root: Path) -> tuple[Runtime, float]:
-    """(an engine of `setup`, seconds that it took to start)."""
+def start(setup: Setup, root: Path) -> tuple[Runtime, dict[str, float]]:
+    """An engine of `setup`; seconds that it took to start, and to capture graphs within these."""
     began = time.perf_counter()
     parts = assemble(
         engine_config(
@@ -99,7 +100,10 @@ def start(setup: Setup, root: Path) -> tuple[Runtime, float]:
         )
     )
     runtime = Runtime(parts.config, parts.device, parts.model, parts.attention, make_runner=parts.make_runner)
-    return runtime, time.perf_counter() - began
+    took = {"start_s": time.perf_counter() - began, "capture_s": 0.0}
+    if isinstance(runtime.engine.runner, FusedRunner):
+        took["capture_s"] = runtime.engine.runner.capture_s
+    return runtime, took
 
 
 def run(runtime: Runtime, requests: Sequence[BenchRequest]) -> tuple[float, list[tuple[int, float]]]:
@@ -255,6 +259,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true", help="measure without CUDA graphs too")
     parser.add_argument("--attention-backend", default="auto", help="as for the engine")
     parser.add_argument("--deterministic", action="store_true", help="measure in batch-invariant mode")
+    parser.add_argument("--rows", type=int, default=256, help="max_num_seqs")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
@@ -267,21 +272,22 @@ def main() -> None:
                     setup = Setup(
                         model,
                         depth,
-                        graphs,
+                        graphs and options.attention_backend in ("auto", "triton"),
+                        options.rows,
                         attention_backend=options.attention_backend,
                         deterministic=options.deterministic,
                     )
-                    runtime, start_s = start(setup, Path(root))
-                    print(f"{setup} started in {start_s:.1f} s", flush=True)
+                    runtime, took = start(setup, Path(root))
+                    print(f"{setup} started: {took}", flush=True)
                     run(runtime, workloads.warm_up())
                     for name in options.workload or ["w2:1", "w2:32", "w2:256", "w1", "w3"]:
                         if name.startswith("online:"):
                             online = measure_online(runtime, setup, *map(int, name.split(":")[1:]))
-                            rows.append({**asdict(online), "start_s": start_s})
+                            rows.append({**asdict(online), **took})
                             print(_line_of_online(online), flush=True)
                             continue
                         result = measure(runtime, setup, name, requests_of(name), options.repeats)
-                        rows.append({**asdict(result), "start_s": start_s})
+                        rows.append({**asdict(result), **took})
                         print(_line(result), flush=True)
                     runtime.close()
                     del runtime

@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--depth", action="append", type=int, help="overlap depths (default 1, 0, 2)")
     parser.add_argument("--workload", action="append", help="of depth 1, as in stretto.bench.gpu")
-    parser.add_argument("--ablation", action="append", help="workloads of the other depths and of NCCL alone")
+    parser.add_argument("--ablation", action="append", help="workloads of all depths and of NCCL alone")
     parser.add_argument("--check-steps", type=int, default=2000)
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
@@ -228,7 +228,7 @@ def main() -> None:
     full = options.workload or ["w2:1:128", "w2:32:256", "w2:128:256", "w1", "w3"]
     short = options.ablation or ["w2:1:128", "w2:32:128", "w2:128:128", "w3"]
     compared = [(Setup(options.model, ranks, depths[0]), full) for ranks in (1, options.ranks)]
-    ablation = [(Setup(options.model, options.ranks, depth, 128), short) for depth in depths[1:]]
+    ablation = [(Setup(options.model, options.ranks, depth, 128), short) for depth in depths]
     ablation.append((Setup(options.model, options.ranks, depths[0], 128, peer_memory=False), short))
     report: dict[str, object] = {"environment": environment()}
     rows: list[Measurement] = []

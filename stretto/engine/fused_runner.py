@@ -87,6 +87,13 @@ class FusedRunner:
             self.choice_graphs.capture(record)
             self._parts.tables.length_R[0] = 0
 
+    @property
+    def capture_s(self) -> float:
+        """Seconds that `prepare` took to capture graphs, all of whose work had been run before; 0 without graphs."""
+        if self.graphs is None:
+            return 0.0
+        return self.graphs.capture_s + self.prompt_graphs.capture_s + self.choice_graphs.capture_s
+
     def close(self) -> None:
         """See `StepRunner`."""
         if self.graphs is not None:

@@ -90,6 +90,11 @@ class PromptGraphs:
             work.line_B2.zero_()
             work.first_row_C.zero_()
 
+    @property
+    def capture_s(self) -> float:
+        """As that of `StepGraphs`."""
+        return self.graphs.capture_s + self._equal_graphs.capture_s
+
     def release(self) -> None:
         """Give the graphs back; none may be running. It serves nothing any more."""
         self._equal_graphs.release()

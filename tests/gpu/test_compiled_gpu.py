@@ -15,9 +15,8 @@ import torch
 
 from stretto.bench import workloads
 from stretto.config import EngineConfig
-from stretto.request import SamplingParams
 from stretto.runtime import Runtime
-from tests.gpu.test_cuda_engine import MIXES
+from tests.gpu.test_cuda_engine import ADJUSTED, MIXES, SCORED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,8 +54,6 @@ def main(folder: Path, deterministic: bool, ranks: int) -> None:
 
     triton.JITFunction._do_compile = noted
     shape = workloads.write_model("qwen3-0.6b", folder)
-    adjusted = SamplingParams(presence_penalty=0.5, logit_bias={3: 1.0}, max_tokens=40, ignore_eos=True)
-    scored = SamplingParams(prompt_logprobs=2, max_tokens=2, ignore_eos=True)
     config = EngineConfig(
         str(shape),
         skip_tokenizer_init=True,
@@ -72,7 +69,7 @@ def main(folder: Path, deterministic: bool, ranks: int) -> None:
     )
     with closing(Runtime.start(config)) as runtime:
         print(len(compiled))
-        for params in (*MIXES.values(), adjusted, scored):
+        for params in (*MIXES.values(), ADJUSTED, SCORED):
             for count, length in LOADS:
                 compiled.clear()
                 for index in range(count):

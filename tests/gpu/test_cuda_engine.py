@@ -34,6 +34,9 @@ MIXES = {
     "log-probabilities": SamplingParams(logprobs=3, max_tokens=40, ignore_eos=True),
 }
 
+ADJUSTED = SamplingParams(presence_penalty=0.5, logit_bias={3: 1.0}, max_tokens=40, ignore_eos=True)
+SCORED = SamplingParams(prompt_logprobs=2, max_tokens=2, ignore_eos=True)
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -150,9 +153,10 @@ def test_captured_steps_with_prompts_change_no_token(model: Path, deterministic:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_no_launch_synchronises(model: Path, depth: int) -> None:
     with started(model, GuardedEngine, overlap_depth=depth) as runtime:
-        for params in MIXES.values():
+        mixes = (*MIXES.values(), ADJUSTED, SCORED)
+        for params in mixes:
             outputs_of(runtime, prompts(5), params)
-        for index, params in enumerate(MIXES.values()):
+        for index, params in enumerate(mixes):
             runtime.add(prompts(1)[0], params, seed=index)
         while runtime.has_work:
             runtime.step()
