@@ -60,7 +60,8 @@ class Measurement:
     ms_per_output: float
     """Wall milliseconds per output token of the longest request: the step time where all decode together."""
     floor_ms: float
-    """Decode steps: (weights + keys and values read) at `FLOOR_BYTES_PER_S`, the mean over the run; else 0."""
+    """Decode steps: (weights + keys and values read) at `FLOOR_BYTES_PER_S`, the mean over the run; of prompts alone,
+    their products at `FLOOR_FLOPS`."""
     idle_share: float
     """Share of device time between steps in which nothing was queued although something was runnable; last run."""
     step_ms_by_tenth: list[float]
@@ -69,6 +70,8 @@ class Measurement:
 
 FLOOR_BYTES_PER_S = 4.3e12
 """Read bandwidth that the floors assume: an H200's, measured."""
+FLOOR_FLOPS = 7.9e14
+"""bf16 products a second that they assume."""
 
 
 def engine_config(model: str, root: Path, **options: Any) -> EngineConfig:
@@ -146,6 +149,9 @@ def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchR
     busy, bubble = after.busy_s - before.busy_s, after.bubble_s - before.bubble_s
     contexts = sum(len(r.prompt_ids) * r.max_tokens + r.max_tokens * r.max_tokens // 2 for r in requests)
     read = workloads.weight_bytes(setup.model) * longest + contexts * workloads.kv_bytes_per_token(setup.model)
+    floor_s = read / FLOOR_BYTES_PER_S
+    if longest == 1:
+        floor_s = workloads.prompt_flops(setup.model, [len(r.prompt_ids) for r in requests]) / FLOOR_FLOPS
     return Measurement(
         workload=name,
         setup=setup,
@@ -154,7 +160,7 @@ def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchR
         output_tokens_per_s=outputs / median,
         input_tokens_per_s=inputs / median,
         ms_per_output=1e3 * median / longest,
-        floor_ms=1e3 * read / FLOOR_BYTES_PER_S / longest if longest > 1 else 0.0,
+        floor_ms=1e3 * floor_s / longest,
         idle_share=bubble / (busy + bubble) if busy + bubble else 0.0,
         step_ms_by_tenth=by_tenth(marks),
     )

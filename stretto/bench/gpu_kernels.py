@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,15 +78,19 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE).mul_(0.05).to(torch.bfloat16)
 
 
+CEILINGS = {"bytes_per_s": "read 2 GiB", "flops_per_s": "product 8192^3"}
+"""By what is measured, the row that says how much of it this GPU does at best."""
+
+
 class Report:
     """Rows of (name, time, bytes/s, FLOP/s)."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, object]] = []
+        self.rows: list[dict[str, Any]] = []
 
     def add(self, name: str, us: float, num_bytes: float = 0.0, flops: float = 0.0) -> None:
         """Record and print a measurement."""
-        row: dict[str, object] = {"name": name, "us": us}
+        row: dict[str, Any] = {"name": name, "us": us}
         text = f"{name}: {us:.2f} us"
         if num_bytes:
             row["bytes_per_s"] = num_bytes / us * 1e6
@@ -97,15 +102,24 @@ class Report:
         print(text, flush=True)
 
 
+def add_shares(rows: Sequence[dict[str, Any]]) -> None:
+    """To each row, the share of the ceiling that it reaches."""
+    by_name = {row["name"]: row for row in rows}
+    for measured, name in CEILINGS.items():
+        for row in rows:
+            if measured in row:
+                row["share"] = row[measured] / by_name[name][measured]
+
+
 def ceilings(report: Report) -> None:
     """What this GPU does at best: copy, read, matrix product."""
     big = torch.empty(2**31, dtype=torch.uint8, device=DEVICE).random_()
     other = torch.empty_like(big)
     report.add("copy 2 GiB", time_us([lambda: other.copy_(big)]), 2 * big.nbytes)
     wide = big.view(torch.int64)
-    report.add("read 2 GiB", time_us([lambda: wide.sum()]), big.nbytes)
+    report.add(CEILINGS["bytes_per_s"], time_us([lambda: wide.sum()]), big.nbytes)
     a, b = random(8192, 8192), random(8192, 8192)
-    report.add("product 8192^3", time_us([lambda: a @ b]), flops=2 * 8192**3)
+    report.add(CEILINGS["flops_per_s"], time_us([lambda: a @ b]), flops=2 * 8192**3)
 
 
 def matrices(report: Report, model: str, rows: int) -> None:
@@ -352,6 +366,7 @@ def main() -> None:
             sampling(report, rows)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
+        add_shares(report.rows)
         options.output.write_text(json.dumps({"environment": environment(), "measurements": report.rows}, indent=1))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +81,16 @@ def kv_bytes_per_token(name: str) -> int:
     """Bytes of 16-bit keys and values of one token, all layers."""
     shape = SHAPES[name]
     return 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+
+
+def prompt_flops(name: str, lengths: Sequence[int]) -> int:
+    """Of products and causal attention over whole prompts, the head of each prompt's last token included."""
+    shape = SHAPES[name]
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    head = hidden * 151_936
+    layer_weights = weight_bytes(name) // 2 - head
+    attention = 2 * layers * shape["num_attention_heads"] * shape["head_dim"]
+    return sum(2 * layer_weights * n + 2 * head + attention * n * n for n in lengths)
 
 
 def w1(count: int = 256, low: int = 100, high: int = 1024) -> list[BenchRequest]:
