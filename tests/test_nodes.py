@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,90 @@ def test_ranks_of_torchrun_are_one_engine(tmp_path: Path, dummy_model: Path, exp
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"rank 0 {expected}"]
+
+
+LAUNCHED = """
+    import gc, os, sys
+    from stretto import LLM, SamplingParams
+    from stretto.errors import EngineBroken
+
+    def work():
+        llm = LLM(sys.argv[1], tensor_parallel_size=2, load_format="dummy", dtype="float32", max_model_len=16000,
+                  control_transport=sys.argv[3])
+        stream = llm.stream("the quick", SamplingParams(max_tokens=15_000, ignore_eos=True))
+        next(stream)
+        print("decoding", flush=True)
+        for _ in stream:
+            pass
+
+    if sys.argv[2] == "lets it pass":
+        work()
+    try:
+        work()
+    except EngineBroken as error:
+        print(error, flush=True)
+    gc.collect()
+    print("goes on", flush=True)
+"""
+
+
+class Launched:
+    """Two ranks, each a process that another program has started, as torchrun does. But nobody ends one for another."""
+
+    def __init__(self, script: Path, *arguments: str) -> None:
+        script.write_text(textwrap.dedent(LAUNCHED))
+        common = {
+            "PYTHONPATH": str(ROOT),
+            "STRETTO_HANG_SECONDS": "3",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+
+    def wait_until_decoding(self) -> None:
+        assert self.ranks[0].stdout is not None
+        assert self.ranks[0].stdout.readline() == "decoding\n", self.ranks[0].communicate()
+
+    def end(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("lost", "user", "transport"),
+    [(0, "lets it pass", "auto"), (0, "catches it", "gloo"), (1, "lets it pass", "auto")],
+)
+def test_a_rank_of_torchrun_ends_in_time_when_the_other_is_stopped(
+    tmp_path: Path, dummy_model: Path, lost: int, user: str, transport: str
+) -> None:
+    """Whether the user's script catches the error or not: neither a collection nor the interpreter's end waits for a
+    sum that the other rank takes no part in. A stopped follower ends too; torchrun would let it be for half a minute.
+    """
+    launched = Launched(tmp_path / "script.py", str(dummy_model), user, transport)
+    try:
+        launched.wait_until_decoding()
+        victim, other = launched.ranks[lost], launched.ranks[1 - lost]
+        victim.send_signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        said, errors = other.communicate(timeout=10.0)
+        if lost == 1:
+            victim.wait(max(0.1, stopped_at + 10.0 - time.monotonic()))
+    finally:
+        launched.end()
+    why = "hangs: no sign of life" if lost == 0 else "hangs: its process is stopped (SIGSTOP)"
+    assert why in said + errors
+    assert other.returncode == (1 if user == "lets it pass" else 0), errors
+    assert user == "lets it pass" or said.endswith("goes on\n")
+    assert lost == 0 or victim.returncode == -signal.SIGKILL

@@ -23,6 +23,7 @@ from stretto.distributed.agreement import (
     size_facts,
     version_facts,
 )
+from stretto.distributed.forks import keep_for_good
 from stretto.distributed.link import PROTOCOL, Beat, Digest, Hello, Link, Loading
 from stretto.distributed.patience import TICK_SECONDS
 from stretto.distributed.place import Place
@@ -181,3 +182,9 @@ class Follower:
         """Set the main thread free if it waits for other ranks."""
         if self._group is not None:
             self._group.abort()
+
+    def abandon(self) -> None:
+        """After a failure, in a process that goes on: neither its life nor its end waits for the other ranks."""
+        self.abort()
+        if self._group is not None:
+            keep_for_good(self._group)  # of NCCL's groups as well the end may wait

@@ -1,7 +1,7 @@
 """What a forked child of a rank's process must not do: talk on the rank's connections, or take them down.
 
 A fork copies every object and none of the threads. Whatever then runs at the child's exit, or at a collection in it,
-still reaches the parent's sockets; so objects that hold some are told of the fork.
+still reaches the parent's sockets; so objects that hold some are told of the fork. And what must not be destroyed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,15 @@ def tell_forked_children(forget: Callable[[], None]) -> None:
 
 
 def keep_for_good(owner: object) -> None:
-    """Never let `owner` be destroyed in this process, nor what it holds.
+    """Never let `owner` be destroyed in this process, nor what it holds, not even when the interpreter ends.
 
-    In a forked child: destructors of torch's groups and stores wait for threads that only the parent has, and take its
-    sockets out of the parent's epoll set.
+    Destructors of torch's groups wait, holding the GIL, for calls that other ranks may never take part in. In a forked
+    child those of groups and stores wait for threads that only the parent has, and take its sockets out of the parent's
+    epoll set.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
+
+
+def let_go(owner: object) -> None:
+    """Take back one `keep_for_good`: it can be destroyed without waiting for anybody."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(owner))

@@ -6,7 +6,6 @@ the caller's. Never used for control messages. Legend: X any leading dimensions,
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import threading
 import time
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from stretto.distributed.forks import keep_for_good, let_go
 from stretto.errors import EngineBroken
 
 if TYPE_CHECKING:
@@ -152,7 +152,9 @@ class GlooGroup:
         self.size = size
         self._aborted = threading.Event()
         self._left: list[Any] = []
-        """Calls that were broken off and may still wait inside the library."""
+        """Calls that were broken off and may still wait inside the library. Each keeps the group for good until
+        `close` has seen its end: destroying a group waits for its calls, and nobody need ever close an engine that
+        failed."""
         self._group: Any = gloo(store, rank, size, options)
 
     def peers_for(self, x: Tensor) -> PeerBuffers | None:
@@ -180,10 +182,10 @@ class GlooGroup:
         until = time.monotonic() + _SETTLE_S
         while any(not work.is_completed() for work in self._left) and time.monotonic() < until:
             time.sleep(_TICK.total_seconds())
-        if any(not work.is_completed() for work in self._left):
-            # Ending a group waits for its calls, up to the timeout: this one is left to the process's end.
-            for kept in (self._group, *self._left):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        if all(work.is_completed() for work in self._left):
+            for work in self._left:
+                let_go(work)
+                let_go(self._group)
         self._left.clear()
         self._group = None
 
@@ -204,6 +206,8 @@ class GlooGroup:
             return True
         except RuntimeError as error:
             if self._aborted.is_set():
+                keep_for_good(work)
+                keep_for_good(self._group)
                 self._left.append(work)
                 raise EngineBroken(f"rank {self.rank} of {self.size}: an {what} was broken off") from error
         if not work.is_completed():

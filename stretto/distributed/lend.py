@@ -47,12 +47,14 @@ def lend_process(
         verdict = follower.watchdog.failure
         if verdict is None:
             verdict = follower.watchdog.broken(_reason(error))
+        follower.abandon()
         end.main_thread_is_free.set()
         if not verdict:  # the leader left without a last turn
             raise SystemExit(0) from error
         raise EngineBroken(verdict) from error
     except BaseException as error:
         follower.watchdog.interrupted(type(error).__name__)
+        follower.abandon()
         raise
     raise SystemExit(0)
 

@@ -156,6 +156,7 @@ class Watch:
     def abandon(self) -> None:
         """End all ranks without a last turn, and without waiting for it: nobody has the engine any more."""
         self._tell_all(Leave())
+        self._end_stopped_siblings()
         self._closing.set()
 
     def close(self, *, orderly: bool) -> None:
@@ -290,6 +291,12 @@ class Watch:
 
     # -- failing and ending -----------------------------------------------------------------------------------------
 
+    def _end_stopped_siblings(self) -> None:
+        """Before anybody learns of the failure: with that this process may end, and no other would kill them."""
+        for rank in self._ranks.values():
+            if rank.sibling is not None:
+                rank.sibling.end()
+
     def _disagree(self, problem: str) -> None:
         self._disagreement = self.failure is None
         self._fail(problem)
@@ -303,6 +310,7 @@ class Watch:
         with self._changed:
             if self.failure is not None:
                 return
+            self._end_stopped_siblings()
             self.failure = message
             self._failed_at = time.monotonic()
             aborts = list(self._aborts)
@@ -328,8 +336,7 @@ class Watch:
             for rank in self._ranks.values():
                 if rank.child is not None:
                     rank.child.kill()
-                if rank.sibling is not None:
-                    rank.sibling.end()
+            self._end_stopped_siblings()
 
     def _end_all(self, until: float) -> None:
         end_children([rank.child for rank in self._ranks.values() if rank.child is not None], until)
@@ -342,8 +349,7 @@ class Watch:
                     break
             if rank.link is not None:
                 rank.link.close()
-            if rank.sibling is not None:
-                rank.sibling.end()
+        self._end_stopped_siblings()
         self._selector.close()
         if self._listener is not None:
             self._listener.close()

@@ -9,7 +9,6 @@ store, and everybody who has waited for long looks there. This module imports to
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import secrets
 import socket
 import struct
@@ -23,6 +22,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists none of its stores
 from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store
 
+from stretto.distributed.forks import keep_for_good, let_go
 from stretto.distributed.transport.base import (
     ConnectFailed,
     FollowerBehind,
@@ -57,7 +57,11 @@ def connect(address: str, rank: int, size: int, timeout_s: float, limits: Limits
 
 
 class _Group:
-    """A Gloo group for broadcasts from rank 0, and the store that it was made from."""
+    """A Gloo group for broadcasts from rank 0, and the store that it was made from.
+
+    The destructor of the group waits for its broadcasts, holding the GIL: that must never happen, not even when the
+    interpreter ends, and at either end one is nearly always under way. So it is kept until it is closed.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, host: str, timeout_s: float) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -66,6 +70,7 @@ class _Group:
         options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
         options._timeout = timedelta(seconds=max(timeout_s, 1e-3))
         self._group: Any = gloo(PrefixStore("gloo", store), rank, size, options)
+        keep_for_good(self._group)
         self._options = BroadcastOptions()
         self._options.rootRank = 0
         self._options.timeout = _FOR_EVER
@@ -94,13 +99,9 @@ class _Group:
             self.store.compare_set(_LEFT, "", str(self.rank))
 
     def close(self, busy: bool) -> None:
-        """End the connections. `busy`: a broadcast has not ended; then they stay until this process ends.
-
-        The destructor of the group waits for its broadcasts, holding the GIL: that must never happen, not even when the
-        interpreter ends. So a busy group is kept for good.
-        """
-        if busy:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        """End the connections. Once. `busy`: a broadcast has not ended; then they stay until this process ends."""
+        if not busy:
+            let_go(self._group)
         self._group = None
 
 
