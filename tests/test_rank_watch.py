@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from stretto.distributed import patience, rendezvous
 from stretto.distributed.agreement import environment_facts, option_facts, version_facts
 from stretto.distributed.follower import Follower
 from stretto.distributed.launch import host_ranks, start_ranks
-from stretto.distributed.link import PROTOCOL, Beat, Digest, Failed, Hello, Link
+from stretto.distributed.link import PROTOCOL, Beat, Broken, Digest, Failed, Hello, Link, Message
 from stretto.distributed.place import Place
 from stretto.distributed.rendezvous import connect_to_leader, open_listener
 from stretto.distributed.stuck import find_stuck
@@ -97,6 +99,67 @@ def test_ranks_meet_agree_and_end_in_order(tmp_path: Path) -> None:
     leader.stop()
     assert leader.watch.failure is None
     assert not ranks_of(os.getpid())
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """This process, and those that it starts, may have and has so many open files that new ones are above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("no process may have that many open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_a_leader_with_many_open_files_leads(tmp_path: Path) -> None:
+    leader = FakeLeader(tmp_path, size=2)
+    leader.run()
+    leader.stop()
+    assert leader.watch.failure is None
+    assert leader.watch.last_steps() == {1: 1}
+
+
+@pytest.mark.usefixtures("many_files")
+def test_a_follower_with_many_open_files_hears_its_leader() -> None:
+    with open_listener(Place(0, 2, 0, 1, None)) as listener:
+        ended = Ended()
+        place = Place(1, 2, 0, 1, listener.getsockname())
+        follower = Follower(EngineConfig("model", tensor_parallel_size=2), place, None, ended)
+        leader = Link(listener.accept()[0])
+        assert leader.wait(5.0)
+        assert isinstance(leader.receive()[0], Hello)
+        leader.send(Failed("said by the leader"))
+        assert ended.wait() == ("said by the leader", True)
+        leader.close()
+    follower.watchdog.leave(0)
+
+
+def test_a_watchdog_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_listener(Place(0, 2, 0, 1, None)) as listener:
+        ended = Ended()
+        place = Place(1, 2, 0, 1, listener.getsockname())
+        monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+        follower = Follower(EngineConfig("model", tensor_parallel_size=2), place, None, ended)
+        leader = Link(listener.accept()[0])
+
+        def own_beat(phase: str) -> Beat:
+            if threading.current_thread() is threading.main_thread():
+                return Beat(phase)
+            raise ValueError("too much")
+
+        follower.watchdog.enter("running", own_beat)
+        assert ended.wait() == ("its watchdog failed: ValueError: too much", False)
+        messages: list[Message] = []
+        while not any(isinstance(message, Broken) for message in messages):
+            assert leader.wait(5.0)
+            messages += leader.receive()
+        leader.close()
+    follower.watchdog.leave(0)
 
 
 def start(leader: FakeLeader) -> None:

@@ -157,7 +157,11 @@ class Link:
 
     def wait(self, seconds: float) -> bool:
         """Whether something can be received within `seconds`."""
-        return not self.closed and bool(select.select([self._end], [], [], seconds)[0])
+        if self.closed:
+            return False
+        poll = select.poll()  # not select.select, which takes no descriptor above 1023
+        poll.register(self._end, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def receive(self) -> list[Message]:
         """What is there (blocks for at most SEND_SECONDS); sets `closed` at the end of the line.

@@ -7,7 +7,7 @@ does not depend on it.
 from __future__ import annotations
 
 import logging
-import select
+import selectors
 import socket
 import threading
 import time
@@ -99,10 +99,22 @@ class Watchdog:
         self._link.close()
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:  # unheard, it would look like a hang
+            cause = f"its watchdog failed: {type(error).__name__}: {error}"
+            self.tell(Broken(cause))
+            self._fail(cause, told=False)
+            raise
+
+    def _watch(self) -> None:
         last = last_beat = heard = time.monotonic()
-        lines = [line for line in (self._link, self._parent) if line is not None]
+        selector = selectors.PollSelector()
+        for line in (self._link, self._parent):
+            if line is not None:
+                selector.register(line, selectors.EVENT_READ)
         while not self._leaving and self.failure is None:
-            ready = select.select(lines, [], [], patience.TICK_SECONDS)[0]
+            ready = [key.fileobj for key, _ in selector.select(patience.TICK_SECONDS)]
             now = time.monotonic()
             if now - last > max(2.0, patience.HANG_SECONDS / 3):
                 heard = now  # this process itself was stopped, or starved
