@@ -9,10 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.engine.adjustment import adjust
+from stretto.engine import adjustment
+from stretto.engine.adjustment import AdjustmentTables, adjust, penalty_bytes
 from stretto.engine.sampler import SampledOut, sample
+from stretto.engine.scratch import Scratch
 from stretto.request import SamplingParams
 from tests.helpers.adjustment import WIDTH, AdjustedRows, Sequence, exact_mix, staged
+from tests.helpers.memory import peak_bytes
 from tests.helpers.no_sync import no_host_reads
 from tests.helpers.sampling import Row, mix_of, tensors_of
 
@@ -191,3 +194,41 @@ def test_nothing_is_read_on_the_host() -> None:
                 adjust(
                     logits, device.tables, device.token_ids_RL, device.slot_S, device.position_S, mix, device.scratch
                 )
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * WIDTH, 4 * WIDTH - 1])
+def test_rows_that_take_turns_are_adjusted_alike(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    sequences = [Sequence([i, 1], [2, i, 2], params) for i, params in enumerate([*SPECIAL.values(), PLAIN] * 2)]
+    logits = logits_of(len(sequences), 211)
+    loose = replace(exact_mix(sequences), num_penalised=len(sequences), penalised_length=WIDTH)
+    for mix in (None, loose):
+        together = AdjustedRows(sequences).adjust(logits, mix)
+        with monkeypatch.context() as patch:
+            patch.setattr(adjustment, "_TOKENS_AT_ONCE", at_once)
+            assert same_bits(AdjustedRows(sequences).adjust(logits, mix), together)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "at_once"),
+    [(64, 5000, 2**20), (64, 5000, 2**16), (1, 200_000, 2**16), (3, 70_000, 2**17), (300, 40, 2**20)],
+)
+def test_penalties_take_no_more_memory_than_is_told(
+    monkeypatch: pytest.MonkeyPatch, rows: int, length: int, at_once: int
+) -> None:
+    """However many tokens rows have: beside the adjusted logits and as many counts."""
+    monkeypatch.setattr(adjustment, "_TOKENS_AT_ONCE", at_once)
+    vocabulary = 100
+    tables = AdjustmentTables(rows + 1, torch.device("cpu"))
+    token_ids = torch.randint(0, vocabulary, (rows + 1, length + 1))
+    slots, positions = torch.arange(1, rows + 1), torch.full((rows,), length)
+    mix = replace(mix_of([Row(temperature=0.0)] * rows, 99), num_penalised=rows, penalised_length=length)
+    logits, scratch = logits_of(rows, vocabulary), Scratch()
+
+    def work() -> None:
+        with torch.inference_mode():
+            adjust(logits, tables, token_ids, slots, positions, mix, scratch)
+
+    work()  # adjusted logits and counts stay in the scratch
+    told, taken = penalty_bytes(rows, length), peak_bytes(work)
+    assert taken <= told
+    assert taken >= 0.5 * told

@@ -18,6 +18,20 @@ from stretto.request import MAX_LOGIT_BIAS
 _LARGEST = torch.finfo(torch.float32).max
 _NO_BIAS = -0.0
 """Added to a logit, it changes no bit of it, not even of a -0.0."""
+_TOKENS_AT_ONCE = 2**20
+"""Tokens of rows with penalties that are looked at together, unless one row has more; the other rows follow. With so
+many, a kernel takes a GPU about as long as its launch takes the host."""
+_BYTES_PER_TOKEN = 32
+"""Of temporaries in `_penalise_rows`, at most, but for the indices that its rows share."""
+
+
+def penalty_bytes(max_rows: int, max_length: int) -> int:
+    """Memory that penalties of up to `max_rows` rows of up to `max_length` tokens take at once.
+
+    Without tensors as large as the logits: the adjusted ones, and as many counts.
+    """
+    indices = max_length * torch.int64.itemsize
+    return indices + _BYTES_PER_TOKEN * max(max_length, min(max_rows * max_length, _TOKENS_AT_ONCE))
 
 
 class AdjustmentTables:
@@ -96,26 +110,47 @@ def _penalise(
 ) -> None:
     """Apply the penalties in place. Rows without any are not touched, or changed by nothing."""
     num_rows, vocabulary = logits_SV.shape
+    count_of_place = scratch.take_zeros("adjustment.counts", num_rows * vocabulary, torch.float32, logits_SV.device)
     row_P = torch.arange(num_rows, device=logits_SV.device)
     if mix.num_penalised < num_rows:
         # The host knows how many they are, the device which.
         order_S = tables.is_penalised_R[slot_S].sort(descending=True, stable=True).indices
         row_P = order_S[: mix.num_penalised]
         slot_S, position_S = slot_S[row_P], position_S[row_P]
-    slot_P1, last_P1 = slot_S.unsqueeze(1), position_S.unsqueeze(1) - 1
-    index_L = torch.arange(mix.penalised_length, device=logits_SV.device)
+    rows = max(1, _TOKENS_AT_ONCE // max(1, mix.penalised_length))
+    for part in zip(*(torch.split(x, rows) for x in (row_P, slot_S, position_S)), strict=True):
+        _penalise_rows(logits_SV, count_of_place, tables, token_ids_RL, *part, length=mix.penalised_length)
+
+
+def _penalise_rows(
+    logits_SV: torch.Tensor,
+    count_of_place: torch.Tensor,
+    tables: AdjustmentTables,
+    token_ids_RL: torch.Tensor,
+    row_P: torch.Tensor,
+    slot_P: torch.Tensor,
+    position_P: torch.Tensor,
+    *,
+    length: int,
+) -> None:
+    """Apply the penalties of rows `row_P`, of up to `length` tokens, in place.
+
+    `count_of_place`: float32 [S * V], zeros before and after.
+    """
+    vocabulary = logits_SV.shape[1]
+    slot_P1, last_P1 = slot_P.unsqueeze(1), position_P.unsqueeze(1) - 1
+    index_L = torch.arange(length, device=logits_SV.device)
     # Behind its end a row repeats its last token: what is written twice is the same both times.
     token_PL = token_ids_RL[slot_P1, torch.minimum(index_L, last_P1)]
     # Rows without penalties may have anything in their part of the table.
     place_X = token_PL.clamp_(0, vocabulary - 1).add_(row_P.unsqueeze(1) * vocabulary).view(-1)
     is_output_PL = (index_L >= tables.prompt_length_R[slot_P1]) & (index_L <= last_P1)
 
-    count_of_place = scratch.take_zeros("adjustment.counts", num_rows * vocabulary, torch.float32, logits_SV.device)
     count_of_place.scatter_add_(0, place_X, is_output_PL.view(-1).to(torch.float32))
     count_PL = count_of_place.index_select(0, place_X).view(is_output_PL.shape)
     count_of_place.index_fill_(0, place_X, 0.0)
 
-    penalties_P3 = tables.penalties_R3[slot_S]
+    penalties_P3 = tables.penalties_R3[slot_P]
     presence_P1, frequency_P1, repetition_P1 = penalties_P3[:, 0:1], penalties_P3[:, 1:2], penalties_P3[:, 2:3]
     logit_of_place = logits_SV.view(-1)
     logit_PL = logit_of_place.index_select(0, place_X).view(count_PL.shape)
