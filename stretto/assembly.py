@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from stretto.device.cpu import CpuDevice
 from stretto.distributed.children import threads_of_rank
 from stretto.distributed.member import ALONE, Member
 from stretto.distributed.place import Place
-from stretto.engine.memory import MemoryPlan, plan_memory
+from stretto.engine.memory import MemoryPlan, buffer_bytes, plan_memory
 from stretto.engine.runner import EagerRunner, MakeRunner
 from stretto.errors import InvalidRequest, ModelLoadError, NotSupported
 from stretto.models.config import ModelConfig
@@ -91,10 +91,10 @@ def assemble(config: EngineConfig, progress: Progress | None = None, member: Mem
                 progress=lambda done, total: say("loading weights", done / max(total, 1)),
             ),
         )
-        memory = _memory(config, model, max_model_len, device)
-        scheduler_config = member.agree_on_sizes(
-            _scheduler_config(config, model, max_model_len, tokenizer, device, memory)
-        )
+        limits = _limits(config, model, max_model_len, tokenizer, device)
+        memory = _memory(config, limits, model, device)
+        num_pages = _num_pages(config, model, max_model_len, device, memory)
+        scheduler_config = member.agree_on_sizes(replace(limits, num_pages=num_pages))
         attention, make_runner = device.call(lambda: _attention(config, scheduler_config, model, device))
         say("ready", 1.0)
         return Parts(scheduler_config, device, model, attention, model_config, tokenizer, make_runner, memory)
@@ -184,21 +184,18 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _scheduler_config(
-    config: EngineConfig,
-    model: Decoder,
-    max_model_len: int,
-    tokenizer: Tokenizer | None,
-    device: Device,
-    memory: MemoryPlan | None,
+def _limits(
+    config: EngineConfig, model: Decoder, max_model_len: int, tokenizer: Tokenizer | None, device: Device
 ) -> SchedulerConfig:
+    """All but the number of pages, which is the least that there may be: it follows from the rest."""
+    page_size = config.resolved_page_size(device.torch_device.type)
     eos_ids = dict.fromkeys((*model.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())))
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=_batched_tokens(config, device),
         max_model_len=max_model_len,
-        page_size=config.resolved_page_size(device.torch_device.type),
-        num_pages=_num_pages(config, model, max_model_len, device, memory),
+        page_size=page_size,
+        num_pages=-(-max_model_len // page_size) + 1,
         overlap_depth=config.resolved_overlap_depth(device.torch_device.type),
         batch_policy=config.batch_policy,
         max_logprobs=config.max_logprobs,
@@ -219,39 +216,36 @@ def _batched_tokens(config: EngineConfig, device: Device) -> int:
     return max(default, config.max_num_seqs)
 
 
-def _memory(config: EngineConfig, model: Decoder, max_model_len: int, device: Device) -> MemoryPlan | None:
+def _memory(config: EngineConfig, limits: SchedulerConfig, model: Decoder, device: Device) -> MemoryPlan | None:
     """How a GPU's memory is divided, unless the size of the cache was given. Raises InvalidRequest with numbers."""
     if not _on_gpu(device) or config.num_pages or config.kv_cache_memory_bytes:
         return None
+    buffers = _buffer_bytes(config, limits, model, device)
     gc.collect()  # an engine that was closed before may still hold its cache in a cycle
     torch.cuda.empty_cache()  # what loading left in the allocator is free
     free, total = torch.cuda.mem_get_info(device.torch_device)
     return plan_memory(
         model.config,
+        limits,
         total=total,
         free=free,
         utilization=config.gpu_memory_utilization,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=_batched_tokens(config, device),
-        max_model_len=max_model_len,
-        page_size=config.resolved_page_size("cuda"),
         element_bytes=model.kv_dtype.itemsize,
         graphs=not config.enforce_eager and config.attention_backend != "flashinfer",
-        attention_bytes=_attention_bytes(config, model.config, max_model_len, device),
+        buffers=buffers,
     )
 
 
-def _attention_bytes(config: EngineConfig, model: ModelConfig, max_model_len: int, device: Device) -> int:
-    """What the attention backend of a GPU allocates beside the cache, as far as it is worth counting."""
+def _buffer_bytes(config: EngineConfig, limits: SchedulerConfig, model: Decoder, device: Device) -> int:
+    """What the engine keeps on a device between steps, beside weights and cache."""
+    workspace = 0
     if config.attention_backend == "flashinfer":
         from stretto.attention.flashinfer_paged import workspace_bytes
 
-        return workspace_bytes(config.resolved_overlap_depth("cuda"))
-    if config.deterministic:
-        from stretto.kernels.invariant_attention import PartScratch
-
-        return PartScratch.most_bytes(model.num_heads, model.head_dim, max_model_len, device.torch_device)
-    return 0
+        # It keeps what the Triton backend does, and its workspaces; to make it would build its kernels.
+        workspace = workspace_bytes(limits.overlap_depth)
+        config = replace(config, attention_backend="triton", enforce_eager=True)
+    return workspace + buffer_bytes(limits, model, lambda: _attention(config, limits, model, device))
 
 
 def _num_pages(

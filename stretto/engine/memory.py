@@ -1,14 +1,27 @@
-"""How a GPU's memory is divided: weights, workspace and graphs first, the KV cache gets the rest.
+"""How a GPU's memory is divided: weights, buffers, workspace and graphs first, the KV cache gets the rest.
 
 Owns the arithmetic. Every part is known before anything is allocated, so what cannot fit is refused with the numbers.
+What the engine keeps for its life is not computed by formulas: it is made once without memory, and added up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
+from stretto.attention.base import AttentionBackend
+from stretto.config import SchedulerConfig
+from stretto.engine.adjustment import penalty_bytes
 from stretto.engine.graphs import NUM_KINDS, choice_ladder, ladder, token_ladder
-from stretto.engine.scoring import SLICE
+from stretto.engine.runner import MakeRunner, RunnerParts, StepModel
+from stretto.engine.sampler import SampledOut
+from stretto.engine.scoring import SLICE, ScoredOut
+from stretto.engine.staging import StagingRing
+from stretto.engine.tables import DeviceTables
 from stretto.errors import InvalidRequest
 from stretto.models.config import ModelConfig
 
@@ -41,7 +54,7 @@ class MemoryPlan:
     in_use: int
     """Used already: weights, and whatever other processes hold."""
     workspace: int
-    """Activations and sampling (or prompt scoring) of the largest step, request tables, libraries."""
+    """Activations and sampling (or prompt scoring) of the largest step, what is kept between steps, libraries."""
     graphs: int
 
     @property
@@ -69,44 +82,91 @@ class MemoryPlan:
 
 def plan_memory(
     model: ModelConfig,
+    limits: SchedulerConfig,
     *,
     total: int,
     free: int,
     utilization: float,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    page_size: int,
     element_bytes: int,
     graphs: bool,
-    attention_bytes: int = 0,
+    buffers: int,
 ) -> MemoryPlan:
     """The division for a model whose weights are loaded already; `total` and `free` are the GPU's, in bytes.
 
-    `attention_bytes`: what the attention backend allocates beside the cache.
+    `limits`: of steps and sequences; its pages do not matter. `buffers`: what `buffer_bytes` found, and whatever else
+    is kept.
     """
+    rows, max_tokens = limits.max_rows, limits.max_num_batched_tokens
     heads = model.num_heads + 2 * model.num_kv_heads
     per_token = 3 * model.hidden_size + (heads + 2 * model.num_heads) * model.head_dim + 3 * model.intermediate_size
-    activations = max_num_batched_tokens * per_token * element_bytes
-    sampling = max(max_num_seqs, SLICE) * model.vocab_size * _SAMPLING_BYTES
-    tables = (2 * max_num_seqs + 1) * 8 * (max_model_len + 1 + -(-max_model_len // page_size))
+    activations = max_tokens * per_token * element_bytes
+    # Added, though not in use at once: the allocator may keep small blocks that do not join into large ones.
+    sampling = max(rows, SLICE) * model.vocab_size * _SAMPLING_BYTES + penalty_bytes(rows, limits.max_model_len)
     captured = 0
     if graphs:
-        # One step's room, which all graphs share, and what they leave for what follows them.
-        sizes = token_ladder(_weights_per_layer(model), max_num_batched_tokens)
-        tokens = max(sizes, default=0)
-        room = max(max_num_seqs * (per_token + model.vocab_size), tokens * per_token)
-        left = max_num_seqs * (model.vocab_size + 2 * model.hidden_size) + tokens * model.num_heads * model.head_dim
-        captured = NUM_KINDS * len(ladder(max_num_seqs)) * _GRAPH_BYTES + (room + left) * element_bytes
+        sizes = token_ladder(_weights_per_layer(model), max_tokens)
+        # One step's room, which all graphs share; what they leave for what follows them is among the buffers.
+        room = max(rows * (per_token + model.vocab_size), max(sizes, default=0) * per_token)
+        captured = NUM_KINDS * len(ladder(rows)) * _GRAPH_BYTES + room * element_bytes
         captured += (_PROMPT_KINDS * len(sizes) + _EQUAL_LENGTHS) * _PROMPT_GRAPH_BYTES
-        captured += NUM_KINDS * len(choice_ladder(max_num_seqs)) * _CHOICE_BYTES if sizes else 0
+        captured += NUM_KINDS * len(choice_ladder(rows)) * _CHOICE_BYTES if sizes else 0
     return MemoryPlan(
         total=total,
         allowed=int(utilization * total),
         in_use=total - free,
-        workspace=activations + sampling + tables + attention_bytes + _LIBRARIES,
+        workspace=activations + sampling + buffers + _LIBRARIES,
         graphs=captured,
     ).checked()
+
+
+def buffer_bytes(
+    limits: SchedulerConfig, model: StepModel, make: Callable[[], tuple[AttentionBackend, MakeRunner]]
+) -> int:
+    """Device memory that an engine keeps between steps, beside weights and cache.
+
+    `make` makes attention backend and runner as for the engine, with a cache of any size. Whatever it and the runner
+    make with `torch.zeros` and the like has no memory.
+    """
+    meta, paper = torch.device("meta"), _OnPaper()
+    with paper:
+        attention, make_runner = make()
+        make_runner(
+            RunnerParts(
+                limits,
+                model,
+                attention,
+                DeviceTables(limits, meta),
+                SampledOut.allocate(limits.max_rows, limits.max_logprobs, meta),
+                ScoredOut.allocate(limits.max_num_batched_tokens, limits.max_logprobs, meta),
+                lambda slot_S, position_S, tokens_S: None,
+                torch.zeros(limits.max_rows, dtype=torch.int64, device=meta),
+            )
+        )
+    # The ring has pinned memory beside that on the device, and would take it.
+    return paper.nbytes - attention.cache_bytes + StagingRing.device_bytes(limits, limits.overlap_depth + 1)
+
+
+class _OnPaper(TorchFunctionMode):
+    """While it is on, tensors that are made for a given device have a shape, and no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        """What they would take."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """torch's hook for every function that is called."""
+        given = kwargs or {}
+        if func not in _MAKERS or given.get("device") is None:
+            return func(*args, **given)
+        made = func(*args, **{**given, "device": "meta"})
+        self.nbytes += made.nbytes
+        return made
+
+
+_MAKERS = frozenset({torch.zeros, torch.ones, torch.empty, torch.full, torch.arange})
 
 
 def _weights_per_layer(model: ModelConfig) -> int:

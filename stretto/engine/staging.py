@@ -287,6 +287,11 @@ class StagingRing:
         ]
         self._next = 0
 
+    @staticmethod
+    def device_bytes(config: SchedulerConfig, size: int) -> int:
+        """Device memory of a ring of `size` entries."""
+        return size * PlanLayout.capacity(config) * torch.int32.itemsize
+
     def next(self) -> RingEntry:
         """The entry for the next step; its host side may be written. hot path
 

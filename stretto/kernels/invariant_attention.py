@@ -53,11 +53,6 @@ class PartScratch:
             torch.zeros(rows, num_kv_heads, dtype=torch.int32, device=device),
         )
 
-    @staticmethod
-    def most_bytes(num_heads: int, head_dim: int, max_context: int, device: torch.device) -> int:
-        """What `allocate` takes at most, about."""
-        return 8 * num_multiprocessors(device) * num_heads * -(-max_context // PART_TOKENS) * (head_dim + 2)
-
     def serves(self, num_rows: int) -> bool:
         """Whether the parts of so many decode rows can, and should, run side by side."""
         return num_rows <= self.partial_BKZGH.shape[0] and self.partial_BKZGH.shape[2] > 1
