@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -425,13 +427,42 @@ def test_shared_memory_and_zeromq_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_socket_can_be_reached_by_its_owner_only(scratch: Path) -> None:
-    for name in ("shared_memory", "zeromq"):
-        leader = listen(name, 2)
-        path = Path(leader.address.partition(":")[2].removeprefix("//").partition("#")[0])
-        assert path.parent.parent == scratch
-        assert path.parent.stat().st_mode & 0o777 == 0o700
-        leader.close()
+STRANGER = """
+    import os, sys
+    from stretto.distributed.transport import ConnectFailed, connect, shared_memory, zeromq
+    os.setuid(65534)
+    try:
+        connect(sys.argv[1], 1, 2, 2.0)
+    except ConnectFailed as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("name", ["shared_memory", "zeromq"])
+def test_another_user_of_the_host_is_no_rank(name: str) -> None:
+    leader = listen(name, 2)
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(STRANGER), leader.address], stdout=subprocess.PIPE, text=True
+    ) as stranger:
+        with pytest.raises(ConnectFailed, match="did not connect"):
+            leader.wait_for_followers(4.0)
+        assert stranger.communicate()[0].startswith("rank 1: ")
+    leader.close()
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "zeromq"])
+def test_a_leader_that_is_killed_before_all_are_there_leaves_no_file(scratch: Path, name: str) -> None:
+    """Nobody else may be left who could remove one."""
+    code = (
+        "import os, signal, sys\n"
+        "from stretto.distributed.transport import listen\n"
+        "leader = listen(sys.argv[1], 2)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    assert subprocess.run([sys.executable, "-c", code, name], env=environment).returncode == -signal.SIGKILL
+    assert os.listdir(scratch) == []
 
 
 def test_the_topology_decides() -> None:

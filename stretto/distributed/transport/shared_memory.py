@@ -1,8 +1,8 @@
 """The control plane of one host: a ring in anonymous shared memory, and a pipe to each follower as its bell.
 
-A follower connects once to a socket in a private directory and is handed the memory and its pipe; then socket and
-directory are removed, so nothing is left behind however the processes end. Later the pipe is the only thing waited on:
-it rings when a message came and breaks when the other side dies. Whoever is not asleep is never rung for.
+A follower connects once to a socket that has no file, and is handed the memory and its pipe; then the socket is closed.
+So nothing is left behind however and whenever the processes end. Later the pipe is the only thing waited on: it rings
+when a message came and breaks when the other side dies. Whoever is not asleep is never rung for.
 Linux only (anonymous files that can be passed on).
 """
 
@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import socket
 import struct
 import time
-from pathlib import Path
 
 from stretto.distributed.transport.base import (
     ConnectFailed,
@@ -28,7 +26,7 @@ from stretto.distributed.transport.base import (
 )
 from stretto.distributed.transport.ring import RingReader, RingWriter
 from stretto.errors import NotSupported
-from stretto.ipc.sockets import make_private_directory
+from stretto.ipc.sockets import is_own, name_without_file
 
 SCHEME = "shm:"
 _HELLO = struct.Struct("<8sII")  # what, rank, size
@@ -68,16 +66,15 @@ class SharedMemoryLeader(TransportEnd):
         self._breaks = select.poll()
         self._rank_of_fd: dict[int, int] = {}
         self._number = 0
-        self._directory: Path | None = make_private_directory()
         self._listener: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = self._directory / "control.sock"
-        self._listener.bind(str(path))
+        name = name_without_file()
+        self._listener.bind(_unix(name))
         self._listener.listen(max(size, 16))
-        self._address = f"{SCHEME}{path}"
+        self._address = f"{SCHEME}{name}"
 
     @property
     def address(self) -> str:
-        """`shm:` and the path of the socket."""
+        """`shm:@` and the name of the socket."""
         return self._address
 
     def wait_for_followers(self, timeout_s: float) -> None:
@@ -137,6 +134,8 @@ class SharedMemoryLeader(TransportEnd):
 
     def _admit(self, peer: socket.socket) -> None:
         """Give a process that connected what it needs, if it is one of the followers; tell it why not otherwise."""
+        if not is_own(peer):
+            return
         try:
             hello = peer.recv(_HELLO.size + 1)
         except OSError:
@@ -192,21 +191,20 @@ class SharedMemoryLeader(TransportEnd):
                 raise self._fail(PeerGone(rank, self._ring.left(rank))) from None
 
     def _stop_listening(self) -> None:
-        if self._listener is not None and self._directory is not None:
+        if self._listener is not None:
             self._listener.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._listener = self._directory = None
+            self._listener = None
 
 
 class SharedMemoryFollower(TransportEnd):
-    """Reads the ring of the leader whose socket is at `path`. `spin_s`: how long `receive` looks before it sleeps."""
+    """Reads the ring of the leader whose socket is called `name`. `spin_s`: how long to look before sleeping."""
 
     def __init__(
-        self, path: str, rank: int, size: int, timeout_s: float, limits: Limits, spin_s: float = SPIN_S
+        self, name: str, rank: int, size: int, timeout_s: float, limits: Limits, spin_s: float = SPIN_S
     ) -> None:
         super().__init__()
         self._limits, self._spin_s = limits, spin_s
-        memory, self._ear = _join(path, rank, size, timeout_s)
+        memory, self._ear = _join(name, rank, size, timeout_s)
         try:
             self._ring = RingReader(memory, rank, size)
         except BaseException:
@@ -314,21 +312,28 @@ class SharedMemoryFollower(TransportEnd):
         raise PeerGone(0, orderly=ended and self._missing is None and not seen)
 
 
-def _join(path: str, rank: int, size: int, timeout_s: float) -> tuple[int, int]:
+def _unix(name: str) -> str:
+    """The name as the system calls want it, which take what begins with a zero as no path."""
+    return name.replace("@", "\0", 1)
+
+
+def _join(name: str, rank: int, size: int, timeout_s: float) -> tuple[int, int]:
     """Ask the leader for the memory and this rank's pipe: two descriptors that the caller closes."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.settimeout(max(timeout_s, 1e-3))
         try:
-            line.connect(path)
+            line.connect(_unix(name))
+            if not is_own(line):
+                raise ConnectFailed(f"rank {rank}: who listens at {name} is another user")
             line.send(_HELLO.pack(_WHAT, rank, size))
             answer, fds, _, _ = socket.recv_fds(line, 4096, 2, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
-            raise ConnectFailed(f"rank {rank}: the leader did not answer within {timeout_s:g} s at {path}") from None
+            raise ConnectFailed(f"rank {rank}: the leader did not answer within {timeout_s:g} s at {name}") from None
         except OSError as error:
-            raise ConnectFailed(f"rank {rank}: no leader at {path}: {error}") from None
+            raise ConnectFailed(f"rank {rank}: no leader at {name}: {error}") from None
     if answer == _WHAT and len(fds) == 2:
         return fds[0], fds[1]
     for fd in fds:
         os.close(fd)
     reason = answer.decode(errors="replace") or "it ended, or waits for other ranks"
-    raise ConnectFailed(f"rank {rank}: the leader at {path} refused: {reason}")
+    raise ConnectFailed(f"rank {rank}: the leader at {name} refused: {reason}")

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import secrets
-import shutil
 import struct
+import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -35,7 +35,7 @@ from stretto.distributed.transport.base import (
     TransportError,
     missing,
 )
-from stretto.ipc.sockets import make_private_directory
+from stretto.ipc.sockets import name_without_file
 
 _DATA = b"D"
 _HEADER = struct.Struct("<ccQ")  # DATA, kind, number
@@ -54,7 +54,7 @@ _HEARTBEAT_MS = 2000
 
 
 def listen(size: int, host: str | None, limits: Limits) -> ZeroMQLeader:
-    """Rank 0's end: at `host` over TCP; None: over ipc in a private directory. Raises ConnectFailed."""
+    """Rank 0's end: at `host` over TCP; None: on this host only. Raises ConnectFailed."""
     return ZeroMQLeader(size, host, limits)
 
 
@@ -97,13 +97,14 @@ class ZeroMQLeader(TransportEnd):
         self._slowest = 0
         self._said_goodbye: set[int] = set()
         self._closed = False
-        self._directory = make_private_directory() if host is None else None
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
-        endpoint = _own_endpoint(host, self._directory)
+        endpoint = _own_endpoint(host)
         _prepare(self._socket, endpoint)
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)  # should a bound of ZeroMQ's own be met: an error, no silence
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1024)
+        if endpoint.startswith("ipc:"):
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -113,7 +114,7 @@ class ZeroMQLeader(TransportEnd):
 
     @property
     def address(self) -> str:
-        """`zmq+tcp://HOST:PORT#SESSION` or `zmq+ipc://PATH#SESSION`."""
+        """`zmq+tcp://HOST:PORT#SESSION` or `zmq+ipc://@NAME#SESSION`."""
         return self._address
 
     def wait_for_followers(self, timeout_s: float) -> None:
@@ -124,9 +125,7 @@ class ZeroMQLeader(TransportEnd):
             left = deadline - time.monotonic()
             if len(self._topics) < self._size - 1 and not self._socket.poll(_ms(min(left, 1.0))) and left <= 0:
                 raise self._fail(missing(set(range(1, self._size)) - set(self._topics), timeout_s))
-        # Unbinding would cut the followers off too. Over ipc nobody finds the socket any more; over TCP a second
-        # process for a rank is refused.
-        self._remove_directory()
+        # Unbinding would cut the followers off too. A second process for a rank is refused.
         self.check()
 
     def publish(self, data: bytes) -> None:
@@ -158,7 +157,6 @@ class ZeroMQLeader(TransportEnd):
         self._set_closed()
         self._socket.close(linger)
         self._context.term()
-        self._remove_directory()
 
     def _send(self, kind: bytes, data: bytes) -> None:
         self._socket.send(_HEADER.pack(_DATA, kind, self._number), zmq.SNDMORE | zmq.NOBLOCK)
@@ -220,10 +218,6 @@ class ZeroMQLeader(TransportEnd):
             if not self._socket.poll(_ms(left)) and left <= 0:
                 rank = min(self._read, key=lambda rank: self._read[rank])
                 raise self._fail(FollowerBehind(rank, pending, self._limits.patience_s))
-
-    def _remove_directory(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 class ZeroMQFollower(TransportEnd):
@@ -335,8 +329,8 @@ class ZeroMQFollower(TransportEnd):
         self._socket.send(_REPORT.pack(_REPORT_FIRST, self._session, self._rank, kind, self._read), zmq.NOBLOCK)
 
 
-def _own_endpoint(host: str | None, directory: Path | None) -> str:
-    """Where to listen; over TCP at any free port."""
-    if directory is not None:
-        return f"ipc://{directory / 'control.sock'}"
+def _own_endpoint(host: str | None) -> str:
+    """Where to listen; over TCP at any free port. On one host no file is needed, which could be left behind."""
+    if host is None:
+        return f"ipc://{name_without_file()}" if sys.platform == "linux" else "tcp://127.0.0.1:*"
     return f"tcp://[{host}]:*" if ":" in str(host) else f"tcp://{host}:*"
