@@ -544,3 +544,11 @@ LONG, SHORT = 60.0, 0.5
 def test_a_rank_is_stuck_if_it_holds_up_the_others(beats: dict[int, Beat], stuck: int | None) -> None:
     found = find_stuck(beats, limit=6.0)
     assert (None if found is None else found[0]) == stuck
+
+
+def test_who_waits_for_a_device_too_long_says_where() -> None:
+    """It need not be the device: a handler of a signal may keep the host, in the middle of its wait."""
+    place = "handler (script.py:12) in wait (stretto/device/cpu.py:7)"
+    beats = {0: Beat("running", "device", 57, 5.2, where=place), 1: Beat("running", "receive", 58, 5.1)}
+    said = f"is stuck: its device has not finished step 57 for 5 s, which others have; its host is in {place}"
+    assert find_stuck(beats, limit=5.0) == (0, said)

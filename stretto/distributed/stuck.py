@@ -19,18 +19,22 @@ def find_stuck(beats: Mapping[int, Beat], limit: float = HANG_SECONDS) -> tuple[
     """The rank that is stuck, and how (the rest of a sentence that begins with the rank); None if none is."""
     for rank, beat in beats.items():
         if beat.activity == "host" and beat.since_s > limit:
-            where = f"; it is in {beat.where}" if beat.where else ""
-            return rank, f"is stuck: its host has not come back to the loop for {beat.since_s:.0f} s{where}"
+            cause = f"its host has not come back to the loop for {beat.since_s:.0f} s"
+            return rank, f"is stuck: {cause}{_where('it', beat)}"
     leader = beats[LEADER]
     for rank, beat in beats.items():
         waits_long = beat.since_s > limit
         if rank != LEADER and beat.activity == "receive" and waits_long and _waits_for_device(leader, limit):
             return rank, f"is stuck: it has not got the leader's turns for {beat.since_s:.0f} s"
         if beat.activity == "device" and waits_long and any(_is_past(other, beat, limit) for other in beats.values()):
-            return rank, (
-                f"is stuck: its device has not finished step {beat.steps} for {beat.since_s:.0f} s, which others have"
-            )
+            # Or the host has not come to see that it has: a handler of a signal may have come in between.
+            cause = f"its device has not finished step {beat.steps} for {beat.since_s:.0f} s, which others have"
+            return rank, f"is stuck: {cause}{_where('its host', beat)}"
     return None
+
+
+def _where(who: str, beat: Beat) -> str:
+    return f"; {who} is in {beat.where}" if beat.where else ""
 
 
 def _waits_for_device(beat: Beat, limit: float) -> bool:
