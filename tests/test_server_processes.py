@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.processes import children_of
 from tests.helpers.server_process import PATIENCE, ServerProcess, alive, wait_until
 
 LONG = {"prompt": "the quick", "max_tokens": 4000, "n": 2}
@@ -241,6 +243,27 @@ def test_a_server_that_still_loads_is_ended_without_waiting_for_its_engine() -> 
         assert not any(map(alive, pids))
     finally:
         process.kill()
+
+
+def test_children_of_a_parent_that_is_killed_at_once_end_with_a_line() -> None:
+    """Before they have so much as read what they were told."""
+    scratch = tempfile.TemporaryDirectory(prefix="st")  # pytest's own have paths too long for sockets
+    command = [sys.executable, "-m", "stretto", "serve", "--model", "m", "--port", "0"]
+    process = subprocess.Popen(
+        command, env={**os.environ, "TMPDIR": scratch.name}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_until(lambda: len(children_of(process.pid)) >= 2, "the children to start", 10.0)
+        pids = children_of(process.pid)
+        process.kill()
+        wait_until(lambda: not any(map(alive, pids)), "the children to leave")
+        said = process.communicate()[1]
+    finally:
+        process.kill()
+    assert "the parent process of the server is gone" in said
+    assert "Traceback" not in said
+    assert os.listdir(scratch.name) == []
+    scratch.cleanup()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, dummy_model: Path) -> None:

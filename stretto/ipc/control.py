@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import shutil
 import signal
 import socket
@@ -157,14 +158,25 @@ def die_with_parent(parent: int, sig: signal.Signals = signal.SIGKILL) -> None:
 def leave_when_closed(fd: int, directory: Path | None) -> None:
     """Watch `fd` in a thread of its own; when it closes, remove the private `directory` and end this process at once.
 
-    A thread, so that a busy or stuck event loop does not keep an orphan alive.
+    A thread, so that a busy or stuck event loop does not keep an orphan alive. But if it is closed already, this does
+    not return.
     """
 
-    def watch() -> None:
-        while os.read(fd, 1):
-            pass
+    def leave() -> None:
+        os.write(2, b"stretto: the parent process of the server is gone, and so this front end ends\n")
+        # What breaks in other threads now that the directory goes is no news.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
+    def watch() -> None:
+        while os.read(fd, 1):
+            pass
+        leave()
+
+    poll = select.poll()
+    poll.register(fd, 0)  # only its end
+    if poll.poll(0):
+        leave()
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -30,7 +30,11 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     """`python -m stretto.ipc.engine_process DIRECTORY CONTROL_FD`; returns the exit code."""
     directory, control = Path(sys.argv[1]), ControlLine.from_fd(int(sys.argv[2]))
-    settings = read_engine_settings(directory)
+    try:
+        settings = read_engine_settings(directory)
+    except FileNotFoundError:  # a front end has removed them
+        sys.stderr.write("stretto: the parent process of the server is gone, and so the engine ends\n")
+        return 1
     prepare_process(settings.parent_pid, settings.log_level)
     try:
         runtime, info = _load(settings.engine, control)
