@@ -51,8 +51,8 @@ def main() -> None:
     directory, number = Path(sys.argv[1]), int(sys.argv[2])
     replaces = sys.argv[3] == "1"
     control_fd, life_fd, socket_fd = map(int, sys.argv[4:7])
-    settings = read_worker_settings(directory)
     leave_when_closed(life_fd, directory)
+    settings = read_worker_settings(directory)
     allow_open_files(settings.server.max_connections + 256)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
