@@ -15,18 +15,19 @@ visible="${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}"
 cores="$(env -u OMP_NUM_THREADS nproc)" # nproc takes that variable for the number of cores
 most=$((14 * gpus < cores ? 14 * gpus : cores))
 workers="${GPU_TEST_WORKERS:-$most}"
-# Tests that judge how busy or how full a GPU is have one to themselves, those of several GPUs run a few at once, on a
-# machine that does nothing else. All others are dealt out to the GPUs one by one, those first that took longest in the
+# Tests that judge how busy or how full a GPU is have one to themselves, those of several GPUs and those that fill a
+# good part of one run a few at once, on a machine that does nothing else. All others are dealt out to the GPUs one by one, those first that took longest in the
 # last report.
 alone=(tests/gpu/test_overlap_gates_gpu.py tests/gpu/test_memory_gpu.py)
 several=tests/gpu/test_tp_gpu.py
+large=tests/gpu/test_shapes_gpu.py
 # shellcheck disable=SC2207
 others=($({ grep -rl --include='*.py' 'mark\.gpu' tests; ls tests/test_kernels*.py tests/test_fused_engine.py tests/test_deterministic.py; } |
-  sort -u | grep -vxF -f <(printf '%s\n' "${alone[@]}" "$several")))
+  sort -u | grep -vxF -f <(printf '%s\n' "${alone[@]}" "$several" "$large")))
 folder="$REPORT.lines" # beside the report, where it outlives a kill: `gpu_report.py REPORT FOLDER` reads it
 rm -rf "$folder"
 mkdir -p "$folder"
-touch "$folder"/{together,alone,several}.jsonl
+touch "$folder"/{together,alone,large,several}.jsonl
 "$PYTHON" scripts/gpu_report.py --about >"$folder/about.json"
 finish() {
   local status=$?
@@ -47,4 +48,5 @@ run() { # NAME OPTIONS...; pytest's status 2: it was stopped
 run together -n "$workers" --maxschedchunk 1 --share-gpus "$visible" --slow-first benchmarks/results/gpu_tests.json \
   "${others[@]}" "$@"
 run alone -n $((8 * gpus <= cores ? gpus : 1)) --share-gpus "$visible" "${alone[@]}" "$@"
+run large -n $((3 * gpus)) --share-gpus "$visible" "$large" "$@"
 run several -n 6 "$several" "$@"
