@@ -216,7 +216,10 @@ class EngineConfig:
         elif nodes > 1:
             raise InvalidRequest(f"nnodes is {nodes}: give dist_init_addr, a host:port of host 0 that all hosts reach")
         if nodes > 1 and self.control_transport == "shared-memory":
-            raise InvalidRequest(f"control_transport shared-memory is for one host; nnodes is {nodes}")
+            raise InvalidRequest(
+                f"control_transport is 'shared-memory', which is for one host, and nnodes is {nodes}; allowed: 'auto', "
+                "'zeromq', 'gloo'"
+            )
         if size > 1 and self.device.startswith("cuda:"):
             raise InvalidRequest(
                 f"device is {self.device!r} but tensor_parallel_size {size}: each rank takes a GPU of its own; give "
