@@ -162,12 +162,13 @@ def run_script(folder: Path, *, stopped: str = "", **environ: str) -> tuple[int,
 
 def test_the_script_runs_every_file_once_on_all_gpus(tmp_path: Path) -> None:
     status, report, calls = run_script(tmp_path, CUDA_VISIBLE_DEVICES="2,5", GPU_TEST_WORKERS="9")
-    assert (status, report["complete"], report["total"]) == (0, True, {"passed": 3})
-    together, alone, several = calls
+    assert (status, report["complete"], report["total"]) == (0, True, {"passed": 4})
+    together, alone, large, several = calls
     assert " -n 9 " in together
     assert " --share-gpus 2,5 " in together
     assert " --share-gpus 2,5 tests/gpu/test_overlap_gates_gpu.py tests/gpu/test_memory_gpu.py --noconftest" in alone
-    assert " -n 4 tests/gpu/test_tp_gpu.py --noconftest" in several
+    assert " -n 6 --share-gpus 2,5 tests/gpu/test_shapes_gpu.py --noconftest" in large
+    assert " -n 6 tests/gpu/test_tp_gpu.py --noconftest" in several
     named = [word for call in calls for word in call.split() if word.startswith("tests/")]
     marked = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py") if MARK in path.read_text()}
     kernels = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_kernels*.py")}
@@ -184,5 +185,5 @@ def test_a_script_that_was_stopped_reports_and_goes_no_further(tmp_path: Path) -
     status, report, calls = run_script(tmp_path, stopped="yes")
     assert status == 2
     assert len(calls) == 1
-    assert (report["complete"], report["runs_not_begun"]) == (False, ["alone", "several"])
+    assert (report["complete"], report["runs_not_begun"]) == (False, ["alone", "large", "several"])
     assert report["not_run"] == ["tests/test_of_together.jsonl::test"]
