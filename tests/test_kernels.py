@@ -165,10 +165,7 @@ def test_prefill_attention(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("width", "outputs"),
-    [
-        *[(64, 48), (200, 40), (2100, 46)],
-        *([(1024, 4096), (12288, 512), (4096, 6144), (4096, 4098)] if GPU else []),
-    ],
+    [(64, 48), (200, 40), (2100, 46), *([(1024, 4096), (12288, 512), (4096, 6144), (4096, 4098)] if GPU else [])],
 )
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("behind", ["nothing", "gate", "add"])

@@ -41,4 +41,4 @@ def test_every_kernel_compiles(dtype: str) -> None:
 
 def test_launches_of_real_models_are_programs() -> None:
     """Blocks follow from widths, and must be powers of two; tiny models have widths that are."""
-    assert "launches of 15 models" in compile_kernels("float16", "--shapes")
+    assert "launches of 15 shapes" in compile_kernels("float16", "--shapes")

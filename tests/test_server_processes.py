@@ -245,8 +245,9 @@ def test_a_server_that_still_loads_is_ended_without_waiting_for_its_engine() -> 
         process.kill()
 
 
-def test_children_of_a_parent_that_is_killed_at_once_end_with_a_line() -> None:
-    """Before they have so much as read what they were told."""
+@pytest.mark.parametrize("is_read", [True, False])
+def test_children_of_a_parent_that_is_killed_at_once_end_with_a_line(is_read: bool) -> None:
+    """Before they have so much as read what they were told; and if nobody is left who reads the line."""
     scratch = tempfile.TemporaryDirectory(prefix="st")  # pytest's own have paths too long for sockets
     command = [sys.executable, "-m", "stretto", "serve", "--model", "m", "--port", "0"]
     process = subprocess.Popen(
@@ -255,12 +256,16 @@ def test_children_of_a_parent_that_is_killed_at_once_end_with_a_line() -> None:
     try:
         wait_until(lambda: len(children_of(process.pid)) >= 2, "the children to start", 10.0)
         pids = children_of(process.pid)
+        assert process.stderr is not None
+        if not is_read:
+            process.stderr.close()
         process.kill()
         wait_until(lambda: not any(map(alive, pids)), "the children to leave")
-        said = process.communicate()[1]
+        said = process.stderr.read() if is_read else ""
     finally:
         process.kill()
-    assert "the parent process of the server is gone" in said
+        process.wait()
+    assert is_read == ("the parent process of the server is gone" in said)
     assert "Traceback" not in said
     assert os.listdir(scratch.name) == []
     scratch.cleanup()

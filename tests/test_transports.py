@@ -451,6 +451,36 @@ def test_another_user_of_the_host_is_no_rank(name: str) -> None:
     leader.close()
 
 
+RAW_STRANGER = """
+    import os, socket, sys
+    from stretto.distributed.transport.shared_memory import _HELLO, _WHAT
+    os.setuid(65534)
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.connect(sys.argv[1].removeprefix("shm:").replace("@", "\\0"))
+    print("connected", flush=True)
+    try:
+        line.send(_HELLO.pack(_WHAT, 1, 2))
+        answer, descriptors, _, _ = socket.recv_fds(line, 4096, 2)
+        print(answer, descriptors)
+    except OSError:
+        print(b"", [])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_who_asks_nobody_is_given_no_memory() -> None:
+    leader = listen("shared_memory", 2)
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(RAW_STRANGER), leader.address], stdout=subprocess.PIPE, text=True
+    ) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "connected\n"
+        with pytest.raises(ConnectFailed, match="did not connect"):
+            leader.wait_for_followers(1.0)
+        assert stranger.communicate()[0] == "b'' []\n"
+    leader.close()
+
+
 @pytest.mark.parametrize("name", ["shared_memory", "zeromq"])
 def test_a_leader_that_is_killed_before_all_are_there_leaves_no_file(scratch: Path, name: str) -> None:
     """Nobody else may be left who could remove one."""

@@ -28,11 +28,16 @@ def test_a_beat_says_where_the_loop_is_for_long(tmp_path: Path) -> None:
         runtime.add([5, 6], SamplingParams(max_tokens=1, detokenize=False))
         stepping = threading.Thread(target=runtime.step)
         stepping.start()
-        wait_until(lambda: runtime.beat("running").where != "" or not stepping.is_alive(), "a slow step to be told")
-        where = runtime.beat("running").where
+        told: list[str] = []
+
+        def is_told() -> bool:
+            told.append(runtime.beat("running").where)
+            return told[-1] != "" or not stepping.is_alive()
+
+        wait_until(is_told, "a slow step to be told")
         stepping.join()
         call = r"\w+ \(stretto/observe/inject\.py:\d+\)"
-        assert re.fullmatch(f"{call} in {call} in {call}", where)
+        assert re.fullmatch(f"{call} in {call} in {call}", told[-1])
         assert runtime.beat("running").where == ""
         while runtime.has_work:
             runtime.step()
@@ -50,20 +55,19 @@ def test_a_program_may_be_of_any_file(file: str, told: str) -> None:
     working = threading.Thread(target=scope["job"])
     working.start()
     try:
-        wait_until(lambda: "is_set" not in (where := whereabouts(working.ident or 0)) and where == told, told)
+        wait_until(lambda: whereabouts(working.ident or 0) == told, told)
     finally:
         scope["ends"].set()
         working.join()
 
 
 def test_a_call_of_a_library_is_told_with_the_calls_around_it() -> None:
-    seen: list[str] = []
     waits = threading.Event()
     waiting = threading.Thread(target=waits.wait)
     waiting.start()
     wait_until(lambda: "wait (" in whereabouts(waiting.ident or 0), "the thread to wait")
-    seen.append(whereabouts(waiting.ident or 0))
+    where = whereabouts(waiting.ident or 0)
     waits.set()
     waiting.join()
-    assert re.match(r"wait \(.*threading\.py:\d+\)$", seen[0])
+    assert re.match(r"wait \(.*threading\.py:\d+\)$", where)
     assert whereabouts(waiting.ident or 0) == ""

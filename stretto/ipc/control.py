@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -163,12 +164,12 @@ def leave_when_closed(fd: int, directory: Path | None) -> None:
     """
 
     def leave() -> None:
-        os.write(2, b"stretto: the parent process of the server is gone, and so this front end ends\n")
-        # What breaks in other threads now that the directory goes is no news.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-        os._exit(1)
+        try:
+            _last_word(b"stretto: the parent process of the server is gone, and so this front end ends\n")
+        finally:
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+            os._exit(1)
 
     def watch() -> None:
         while os.read(fd, 1):
@@ -180,3 +181,13 @@ def leave_when_closed(fd: int, directory: Path | None) -> None:
     if poll.poll(0):
         leave()
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _last_word(line: bytes) -> None:
+    """Say something on standard error if somebody reads it, and nothing more: what breaks from now on is no news."""
+    poll = select.poll()
+    poll.register(2, select.POLLOUT)
+    with suppress(OSError):
+        if poll.poll(0) == [(2, select.POLLOUT)]:
+            os.write(2, line)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

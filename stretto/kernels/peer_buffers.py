@@ -141,6 +141,7 @@ def push_signalled(
     SIGNALLED: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    """Write int32 `words` to places `at` of every other rank's buffer, and then this piece's signals."""
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             theirs, signal = _signalled_places(
@@ -171,6 +172,7 @@ def await_signalled(
     SIGNALLED: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    """The int32 words of this piece that rank `source` has written for this rank; any after an abort."""
     own, signal = _signalled_places(
         tl.load(address_ptr + RANK), source, call, piece, SIZE, FLAGGED, SIGNALLED, PROGRAMS
     )

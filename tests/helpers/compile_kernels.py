@@ -177,8 +177,9 @@ def launch_model(dtype: torch.dtype, shape: Shape) -> None:
     products.small_matmul(f_row, weights["down"], add_to=row)
     products.small_matmul(row, weights["head"], norm=norm)
     for count in (8, 64):
-        for name, given in (("qkv", hidden), ("o", heads * dim), ("down", ffn)):
-            few_rows.few_rows_matmul(low(count, given), weights[name])
+        for name, given, bias in (("qkv", hidden, low(width)), ("o", heads * dim, None), ("down", ffn, None)):
+            few_rows.few_rows_matmul(low(count, given), weights[name], bias)
+        few_rows.few_rows_matmul(low(count, hidden), weights["qkv"], low(width), whole=True)
         few_rows.few_rows_gated(low(count, hidden), weights["gate_up"])
         few_rows.few_rows_matmul(low(count, hidden), weights["head"], whole=True)
     if dtype.itemsize == 2 and ffn % 128 == 0 and hidden % 64 == 0:
@@ -310,7 +311,7 @@ def _compile_plan(rows: int, plan: Any, plan_mixed: Any, work: Any, blocks: Any,
 if __name__ == "__main__":
     if sys.argv[2:] == ["--shapes"]:
         parse_all(getattr(torch, sys.argv[1]))
-        print(len(parsed), "launches of", len(SHAPES), "models")
+        print(len(parsed), "launches of", len(SHAPES), "shapes")
     else:
         compile_all(getattr(torch, sys.argv[1]))
         for name in sys.argv[2:]:

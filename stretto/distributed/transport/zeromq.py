@@ -15,6 +15,7 @@ PUB rather than a PUSH for each follower: one call hands a message to all of the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import secrets
@@ -104,7 +105,7 @@ class ZeroMQLeader(TransportEnd):
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)  # should a bound of ZeroMQ's own be met: an error, no silence
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1024)
         if endpoint.startswith("ipc:"):
-            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, ctypes.c_int32(os.geteuid()).value)  # an int in libzmq
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
