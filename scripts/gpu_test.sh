@@ -16,8 +16,8 @@ cores="$(env -u OMP_NUM_THREADS nproc)" # nproc takes that variable for the numb
 most=$((14 * gpus < cores ? 14 * gpus : cores))
 workers="${GPU_TEST_WORKERS:-$most}"
 # Tests that judge how busy or how full a GPU is have one to themselves, those of several GPUs and those that fill a
-# good part of one run a few at once, on a machine that does nothing else. All others are dealt out to the GPUs one by one, those first that took longest in the
-# last report.
+# good part of one run a few at once, on a machine that does nothing else. All others are dealt out to the GPUs one by
+# one, those first that took longest in the last report.
 alone=(tests/gpu/test_overlap_gates_gpu.py tests/gpu/test_memory_gpu.py)
 several=tests/gpu/test_tp_gpu.py
 large=tests/gpu/test_shapes_gpu.py

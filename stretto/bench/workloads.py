@@ -70,11 +70,20 @@ def write_model(name: str, root: Path) -> Path:
 
 def weight_bytes(name: str) -> int:
     """Bytes of 16-bit weights that a decode step must read: all matrices once, embedding rows excluded."""
+    return 2 * (_layer_weights(name) + _head_weights(name))
+
+
+def _layer_weights(name: str) -> int:
+    """Elements of the matrices of all layers."""
     shape = SHAPES[name]
     hidden, dim = shape["hidden_size"], shape["head_dim"]
     q, kv = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     per_layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * shape["intermediate_size"]
-    return 2 * (per_layer * shape["num_hidden_layers"] + hidden * 151_936)
+    return per_layer * shape["num_hidden_layers"]
+
+
+def _head_weights(name: str) -> int:
+    return SHAPES[name]["hidden_size"] * 151_936
 
 
 def kv_bytes_per_token(name: str) -> int:
@@ -86,11 +95,8 @@ def kv_bytes_per_token(name: str) -> int:
 def prompt_flops(name: str, lengths: Sequence[int]) -> int:
     """Of products and causal attention over whole prompts, the head of each prompt's last token included."""
     shape = SHAPES[name]
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    head = hidden * 151_936
-    layer_weights = weight_bytes(name) // 2 - head
-    attention = 2 * layers * shape["num_attention_heads"] * shape["head_dim"]
-    return sum(2 * layer_weights * n + 2 * head + attention * n * n for n in lengths)
+    attention = 2 * shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
+    return sum(2 * (_layer_weights(name) * n + _head_weights(name)) + attention * n * n for n in lengths)
 
 
 def w1(count: int = 256, low: int = 100, high: int = 1024) -> list[BenchRequest]:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.bench import workloads
-from stretto.config import EngineConfig
+from stretto.bench.gpu import engine_config
 from stretto.runtime import Runtime
 from tests.gpu.test_cuda_engine import ADJUSTED, MIXES, SCORED
 
@@ -53,14 +52,9 @@ def main(folder: Path, deterministic: bool, ranks: int) -> None:
         return compile_kernel(kernel, *args)
 
     triton.JITFunction._do_compile = noted
-    shape = workloads.write_model("qwen3-0.6b", folder)
-    config = EngineConfig(
-        str(shape),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        device="cuda",
-        dtype="bfloat16",
-        max_model_len=4096,
+    config = engine_config(
+        "qwen3-0.6b",
+        folder,
         max_num_seqs=64,
         max_num_batched_tokens=4096,
         kv_cache_memory_bytes=2**30,

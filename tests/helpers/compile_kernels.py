@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,13 @@ SHAPES = {
 """Real models that fit into a GPU or two."""
 
 
+def _zeros(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=dtype)
+
+
+longs = partial(_zeros, torch.int64)
+
+
 def launch_model(dtype: torch.dtype, shape: Shape) -> None:
     """What decode steps and prompts of a model of this shape launch, for one row, few and many."""
     from stretto.kernels import (
@@ -154,12 +162,7 @@ def launch_model(dtype: torch.dtype, shape: Shape) -> None:
     cpu = torch.device("cpu")
     hidden, ffn, heads, kv_heads, dim = shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.dim
     width = (heads + 2 * kv_heads) * dim
-
-    def low(*sizes: int) -> torch.Tensor:
-        return torch.zeros(sizes, dtype=dtype)
-
-    def longs(*sizes: int) -> torch.Tensor:
-        return torch.zeros(sizes, dtype=torch.int64)
+    low = partial(_zeros, dtype)
 
     weights = {
         "qkv": low(width, hidden),
@@ -247,12 +250,7 @@ def compile_all(dtype: torch.dtype) -> None:
     prepare()
     cpu = torch.device("cpu")
     launch_model(dtype, Shape(1024, 256, 16, 8, 128, 512))
-
-    def low(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-    def longs(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int64)
+    low = partial(_zeros, dtype)
 
     elementwise.sum_parts(torch.zeros(4, 2, 1024), dtype)
     for count, outputs in ((9, 1024), (9, 9000), (300, 5000), (3000, 9000)):
