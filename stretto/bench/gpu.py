@@ -27,7 +27,6 @@ from stretto.assembly import assemble
 from stretto.bench import workloads
 from stretto.bench.workloads import BenchRequest
 from stretto.config import AttentionBackendName, EngineConfig
-from stretto.engine.fused_runner import FusedRunner
 from stretto.errors import InvalidRequest
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
@@ -89,6 +88,8 @@ def engine_config(model: str, root: Path, **options: Any) -> EngineConfig:
 
 def start(setup: Setup, root: Path) -> tuple[Runtime, dict[str, float]]:
     """An engine of `setup`; seconds that it took to start, and to capture graphs within these."""
+    from stretto.engine.fused_runner import FusedRunner  # needs Triton, which this module's other users may lack
+
     began = time.perf_counter()
     parts = assemble(
         engine_config(
