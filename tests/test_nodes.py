@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from stretto import LLM, SamplingParams
+from tests.helpers.last_threads import last_threads
 from tests.helpers.processes import free_port, nothing_left
 
 ROOT = Path(__file__).parent.parent
@@ -141,6 +142,8 @@ def test_two_hosts_are_one_engine_and_end_together(hosts: Hosts, dummy_model: Pa
 
 
 SCRIPT = """
+    from tests.helpers.last_threads import tell_last_threads
+    tell_last_threads()
     import os, sys
     from stretto import LLM, SamplingParams
     with LLM(sys.argv[1], tensor_parallel_size=2, load_format="dummy", dtype="float32", max_model_len=16000) as llm:
@@ -166,9 +169,14 @@ def test_ranks_of_torchrun_are_one_engine(tmp_path: Path, dummy_model: Path, exp
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"rank 0 {expected}"]
+    threads = last_threads(done.stderr)
+    assert len(threads) == 2
+    assert not any("gloo" in names for names in threads)
 
 
 LAUNCHED = """
+    from tests.helpers.last_threads import tell_last_threads
+    tell_last_threads()
     import gc, os, sys
     from stretto import LLM, SamplingParams
     from stretto.errors import EngineBroken
@@ -252,4 +260,6 @@ def test_a_rank_of_torchrun_ends_in_time_when_the_other_is_stopped(
     assert why in said + errors
     assert other.returncode == (1 if user == "lets it pass" else 0), errors
     assert user == "lets it pass" or said.endswith("goes on\n")
-    assert lost == 0 or victim.returncode == -signal.SIGKILL
+    if lost == 1:
+        assert victim.returncode == -signal.SIGKILL
+        assert not any("gloo" in names for names in last_threads(errors))

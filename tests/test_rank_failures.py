@@ -20,6 +20,7 @@ import pytest
 
 from stretto import LLM, SamplingParams
 from stretto.errors import EngineBroken
+from tests.helpers.last_threads import last_threads
 from tests.helpers.processes import children_of, nothing_left, ranks_of, wait_until_dead
 
 ROOT = Path(__file__).parent.parent
@@ -127,6 +128,8 @@ def test_a_rank_that_is_lost_as_the_engine_closes_does_not_keep_it(dummy_model: 
 
 
 LEADER = """
+    from tests.helpers.last_threads import tell_last_threads
+    tell_last_threads()
     import sys, time
     from stretto import LLM, SamplingParams
     llm = LLM(sys.argv[1], tensor_parallel_size=2, load_format="dummy", dtype="float32", max_model_len=16000)
@@ -157,8 +160,11 @@ def test_no_rank_outlives_its_leader(dummy_model: Path, end: str) -> None:
         if end == "decode":
             os.kill(leader.pid, signal.SIGKILL)
         else:
-            assert leader.wait(LIMIT) == 1
-            assert leader.stderr.read().count("stretto: rank") == 0
+            errors = leader.stderr.read()
+            assert leader.wait(LIMIT) == 1, errors
+            assert errors.count("stretto: rank") == 0
+            (threads,) = last_threads(errors)
+            assert "gloo" not in threads
         wait_until_dead(everyone, LIMIT)
 
 

@@ -5,6 +5,7 @@ Owns the follower's connections and its end. Nothing ever comes in here but the 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -95,6 +96,7 @@ class Follower:
         self._group: TensorGroup | None = None
         self._transport: FollowerTransport | None = None
         self._told = 0.0
+        atexit.register(self._end_with_process)  # called after the device's end, which is registered later
 
     def join(self, resolved: ResolvedModel, model: ModelConfig, device: Device) -> TensorGroup:
         """See `Member`."""
@@ -188,3 +190,7 @@ class Follower:
         self.abort()
         if self._group is not None:
             keep_for_good(self._group)  # of NCCL's groups as well the end may wait
+
+    def _end_with_process(self) -> None:
+        if self._group is not None:
+            self._group.end_with_process()

@@ -64,6 +64,13 @@ class TensorGroup(Protocol):
     def close(self) -> None:
         """Let go of the connections; no call may be in progress. Idempotent."""
 
+    def end_with_process(self) -> None:
+        """The process is about to end, and whether the group was closed is not known. Blocks for a second at most.
+
+        No thread of the group may come back to the interpreter after this: one that does while the interpreter is torn
+        down takes the process with it, by SIGABRT.
+        """
+
 
 class SoloGroup:
     """One rank: every call is the identity."""
@@ -87,6 +94,9 @@ class SoloGroup:
         """Nothing."""
 
     def close(self) -> None:
+        """Nothing."""
+
+    def end_with_process(self) -> None:
         """Nothing."""
 
 
@@ -151,6 +161,8 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self._aborted = threading.Event()
+        self._calling = threading.Lock()
+        """Held by the thread that makes a call."""
         self._left: list[Any] = []
         """Calls that were broken off and may still wait inside the library. Each keeps the group for good until
         `close` has seen its end: destroying a group waits for its calls, and nobody need ever close an engine that
@@ -163,14 +175,16 @@ class GlooGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TensorGroup`. The sum of each element is made by one rank and handed to the others. hot path"""
-        self._wait(self._open().allreduce([x]), "all-reduce")
+        with self._calling:
+            self._wait(self._open().allreduce([x]), "all-reduce")
         return x
 
     def all_gather(self, x_XL: Tensor, total: int) -> Tensor:
         """See `TensorGroup`. hot path"""
         part_XL = x_XL.contiguous()
         parts = [torch.empty_like(part_XL) for _ in range(self.size)]
-        self._wait(self._open().allgather([parts], [part_XL]), "all-gather")
+        with self._calling:
+            self._wait(self._open().allgather([parts], [part_XL]), "all-gather")
         return _side_by_side(parts, total)
 
     def abort(self) -> None:
@@ -178,7 +192,21 @@ class GlooGroup:
         self._aborted.set()
 
     def close(self) -> None:
-        """See `TensorGroup`."""
+        """See `TensorGroup`. A call in progress is broken off."""
+        self._aborted.set()
+        if not self._calling.acquire(timeout=_SETTLE_S):
+            keep_for_good(self._group)
+            return
+        try:
+            self._settle()
+        finally:
+            self._calling.release()
+
+    def end_with_process(self) -> None:
+        """See `TensorGroup`. Gloo's threads give tensors back that Python has seen, for which they need its lock."""
+        self.close()
+
+    def _settle(self) -> None:
         until = time.monotonic() + _SETTLE_S
         while any(not work.is_completed() for work in self._left) and time.monotonic() < until:
             time.sleep(_TICK.total_seconds())
@@ -187,7 +215,7 @@ class GlooGroup:
                 let_go(work)
                 let_go(self._group)
         self._left.clear()
-        self._group = None
+        self._group = None  # its end joins its threads
 
     def _open(self) -> Any:
         if self._group is None or self._aborted.is_set():
@@ -236,9 +264,13 @@ def _in_thread(make: Callable[[], TensorGroup], look: Callable[[], None]) -> Ten
 
     thread = threading.Thread(target=run, name="stretto-tensors-connect", daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(_TICK.total_seconds())
-        look()
+    try:
+        while thread.is_alive():
+            thread.join(_TICK.total_seconds())
+            look()
+    except BaseException:
+        thread.join(_SETTLE_S)  # the process may end now: see `end_with_process`
+        raise
     if errors:
         raise errors[0]
     return made[0]

@@ -6,6 +6,7 @@ other; this is what it asks while it is assembled, what it gets its turns from, 
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -86,6 +87,8 @@ class Leader:
         self._digests: DigestCheck | None = None
         self.watch = Watch(place, listener, facts, lambda: start_ranks(config, neighbours))
         self.watch.on_failure(self._drop_store)
+        # Called after what is registered later: the device, which comes later, has ended then, or given up waiting.
+        atexit.register(self._end_with_process)
         tell_forked_children(self._forget)
 
     # -- while the engine is assembled ------------------------------------------------------------------------------
@@ -211,6 +214,7 @@ class Leader:
 
         `orderly`: the last turn is done, and the followers are doing it.
         """
+        atexit.unregister(self._end_with_process)
         self.watch.close(orderly=orderly)
         if self._transport is not None:
             self._transport.close()
@@ -218,8 +222,22 @@ class Leader:
             self._group.close()
         self._drop_store()
 
+    def abandon(self) -> None:
+        """End all ranks without a last turn, and without waiting for it: nobody has the engine any more."""
+        atexit.unregister(self._end_with_process)
+        self.watch.abandon()
+
+    def _end_with_process(self) -> None:
+        """The interpreter ends with an engine that nobody has closed. Blocks for some seconds at most."""
+        self.watch.close(orderly=False)
+        if self._transport is not None:
+            self._transport.close()
+        if self._group is not None:
+            self._group.end_with_process()
+
     def _forget(self) -> None:
         """A forked child ends, or drops its copy of the engine, without touching the parent's connections."""
+        atexit.unregister(self._end_with_process)
         keep_for_good(self)
 
     def _drop_store(self) -> None:
@@ -246,7 +264,7 @@ def lead(
         if cause is None:
             raise
         raise cause from error
-    weakref.finalize(runtime, leader.watch.abandon)
+    weakref.finalize(runtime, leader.abandon).atexit = False
     return runtime
 
 

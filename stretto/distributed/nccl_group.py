@@ -132,6 +132,11 @@ class NcclGroup:
         if self._memory is not None:
             self._memory.close()
 
+    def end_with_process(self) -> None:
+        """See `TensorGroup`."""
+        if self._ending is not None:
+            self._ending.join(_CLOSE_SECONDS)
+
     def _end(self) -> None:
         group, memory = self._group, self._memory
 

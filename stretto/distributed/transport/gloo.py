@@ -143,17 +143,19 @@ class GlooLeader(TransportEnd):
     def wait_for_followers(self, timeout_s: float) -> None:
         """See LeaderTransport."""
         self._usable()
-        if self._group is not None or self._store is None:
+        store = self._store
+        if self._group is not None or store is None:
             return
         deadline = time.monotonic() + timeout_s
         waiting = set(range(1, self._size))
-        while waiting := {rank for rank in waiting if not self._store.check([_claim(rank)])}:
+        while waiting := {rank for rank in waiting if not store.check([_claim(rank)])}:
+            self._usable()  # another thread may have closed it
             if time.monotonic() > deadline:
                 raise self._fail(missing(waiting, timeout_s))
             time.sleep(0.005)
         left = max(deadline - time.monotonic(), 1.0)
         try:
-            self._group = _Group(self._store, 0, self._size, self._host, left)
+            self._group = _Group(store, 0, self._size, self._host, left)
         except RuntimeError as error:
             raise self._fail(ConnectFailed(f"a rank ended, or cannot be reached, at its start: {error}")) from None
 
