@@ -197,6 +197,10 @@ LAUNCHED = """
     except EngineBroken as error:
         print(error, flush=True)
     gc.collect()
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
     print("goes on", flush=True)
 """
 
@@ -236,27 +240,35 @@ class Launched:
 
 
 @pytest.mark.parametrize(
-    ("lost", "user", "transport"),
-    [(0, "lets it pass", "auto"), (0, "catches it", "gloo"), (1, "lets it pass", "auto")],
+    ("lost", "sig", "user", "transport"),
+    [
+        (0, signal.SIGSTOP, "lets it pass", "auto"),
+        (0, signal.SIGSTOP, "catches it", "gloo"),
+        (0, signal.SIGKILL, "catches it", "auto"),
+        (1, signal.SIGSTOP, "lets it pass", "auto"),
+    ],
 )
-def test_a_rank_of_torchrun_ends_in_time_when_the_other_is_stopped(
-    tmp_path: Path, dummy_model: Path, lost: int, user: str, transport: str
+def test_a_rank_of_torchrun_ends_in_time_when_the_other_is_lost(
+    tmp_path: Path, dummy_model: Path, lost: int, sig: signal.Signals, user: str, transport: str
 ) -> None:
-    """Whether the user's script catches the error or not: neither a collection nor the interpreter's end waits for a
-    sum that the other rank takes no part in. A stopped follower ends too; torchrun would let it be for half a minute.
+    """Whether the user's script catches the error or not: neither a collection nor the interpreter's end, here or in a
+    forked child, waits for a sum that the other rank takes no part in. A stopped follower ends too; torchrun would let
+    it be for half a minute.
     """
     launched = Launched(tmp_path / "script.py", str(dummy_model), user, transport)
     try:
         launched.wait_until_decoding()
         victim, other = launched.ranks[lost], launched.ranks[1 - lost]
-        victim.send_signal(signal.SIGSTOP)
+        victim.send_signal(sig)
         stopped_at = time.monotonic()
         said, errors = other.communicate(timeout=10.0)
         if lost == 1:
             victim.wait(max(0.1, stopped_at + 10.0 - time.monotonic()))
     finally:
         launched.end()
-    why = "hangs: no sign of life" if lost == 0 else "hangs: its process is stopped (SIGSTOP)"
+    why = "hangs: its process is stopped (SIGSTOP)"
+    if lost == 0:
+        why = "hangs: no sign of life" if sig == signal.SIGSTOP else "the leader (rank 0) is gone"
     assert why in said + errors
     assert other.returncode == (1 if user == "lets it pass" else 0), errors
     assert user == "lets it pass" or said.endswith("goes on\n")
