@@ -65,7 +65,7 @@ class TensorGroup(Protocol):
         """Let go of the connections; no call may be in progress. Idempotent."""
 
     def end_with_process(self) -> None:
-        """The process is about to end, and whether the group was closed is not known. Blocks for a second at most.
+        """The process is about to end, and whether the group was closed is not known. Blocks for two seconds at most.
 
         No thread of the group may come back to the interpreter after this: one that does while the interpreter is torn
         down takes the process with it, by SIGABRT.
