@@ -302,6 +302,8 @@ class Runtime:
             busy_s=totals.busy_s,
             bubble_s=totals.bubble_s,
             bubble_share=totals.bubble_share,
+            launching_s=totals.launching_s,
+            launching_share=totals.launching_share,
             runnable_s=totals.runnable_s,
             occupancy=totals.occupancy,
             overlap_window_s=totals.overlap_window_s,

@@ -17,6 +17,9 @@ class RuntimeStats:
     bubble_s: float
     bubble_share: float
     """Share of device time in which the device had no work queued although a request was runnable."""
+    launching_s: float
+    launching_share: float
+    """Share of device time in steps that the host was still launching: see `TimelineTotals.launching_s`."""
     runnable_s: float
     """Wall time while anything was runnable."""
     occupancy: float

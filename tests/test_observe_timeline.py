@@ -59,6 +59,20 @@ def test_the_lead_is_the_time_that_a_launched_step_lay_queued() -> None:
     assert overlapped().timeline.recent().column("lead_s").tolist() == pytest.approx([0.0, 11.3 - 2.5])
 
 
+def test_a_step_that_is_still_being_launched_may_wait_for_it() -> None:
+    """Kernel by kernel, at depth 1: each step begins when the one before ends, and lasts until its last launch."""
+    told = Told()
+    told.launch(0, receive=1.0, schedule=1.1, begin=1.3, end=3.3)
+    told.timeline.end_turn()
+    told.launch(1, receive=3.4, schedule=3.4, begin=3.5, end=7.5)
+    told.process(wait=7.5, there=7.5, done=7.6, device=(1.3, 4.5))
+    told.process(wait=7.6, there=8.5, done=8.6, device=(4.5, 8.5), runnable=False)
+    assert told.timeline.recent().column("launching_s").tolist() == pytest.approx([2.0, 3.0])
+    totals = told.timeline.totals()
+    assert (totals.bubble_share, totals.launching_share) == (0.0, pytest.approx(5.0 / 7.2))
+    assert overlapped().timeline.recent().column("launching_s").tolist() == pytest.approx([0.2, 0.0])
+
+
 def test_host_time_is_counted_by_phase() -> None:
     totals = overlapped().timeline.totals()
     assert totals.receive_s == pytest.approx(0.2)
@@ -99,6 +113,7 @@ def test_a_step_that_ends_before_its_launch_does_has_no_window() -> None:
     told.launch(0, 0.0, 0.0, 0.0, 6.0)
     told.process(6.1, 6.1, 6.2, device=(0.0, 5.0))
     assert told.timeline.recent().column("window_s").tolist() == [0.0]
+    assert told.timeline.recent().column("launching_s").tolist() == [5.0]
     assert told.timeline.totals().overlap_window_s == 0.0
 
 

@@ -102,10 +102,11 @@ def figures(steps: list[Stamps]) -> tuple[list[list[float]], float]:
         window_end = step.wait_begin if step.next_launch_begin is None else step.next_launch_begin
         window = max(0.0, min(window_end, end) - step.launch_end)
         lead = max(0.0, end - busy - step.launch_end)
+        launching = max(0.0, min(step.launch_end, end) - (end - busy))
         runnable_s += end - (table[-1][9] if before else step.receive_begin)
         host = [step.receive_begin, step.schedule_begin, step.launch_begin, step.launch_end]
         waited = [step.wait_begin, step.wait_end, step.process_end]
-        table.append([step.index, *host, *waited, end - busy, end, bubble, window, lead])
+        table.append([step.index, *host, *waited, end - busy, end, bubble, window, lead, launching])
     return table, runnable_s
 
 
@@ -121,9 +122,9 @@ def test_the_figures_are_those_that_the_stamps_give(data: st.DataObject) -> None
     assert recent.table.tolist() == [pytest.approx(row) for row in table[-6:]]
     assert totals.steps == story.timeline.steps == len(done)
     assert totals.runnable_s == pytest.approx(runnable_s)
-    sums = np.array(table).reshape(-1, 13).sum(0)
+    sums = np.array(table).reshape(-1, 14).sum(0)
     assert totals.busy_s == pytest.approx(sums[9] - sums[8])
-    assert (totals.bubble_s, totals.window_s, totals.lead_s) == tuple(map(pytest.approx, sums[10:]))
+    assert (totals.bubble_s, totals.window_s, totals.lead_s, totals.launching_s) == tuple(map(pytest.approx, sums[10:]))
     host_s = [0.0] * 6
     for (phase, begin), (_, end) in pairwise(story.phases):
         host_s[phase] += end - begin

@@ -63,6 +63,8 @@ class Measurement:
     their products at `FLOOR_FLOPS`."""
     idle_share: float
     """Share of device time between steps in which nothing was queued although something was runnable; last run."""
+    launching_share: float
+    """Share of device time in steps that the host was still launching: an upper bound of waits within them."""
     step_ms_by_tenth: list[float]
     """Mean device time from a step's begin to the next one's, in each tenth of the last run's steps."""
 
@@ -163,6 +165,7 @@ def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchR
         ms_per_output=1e3 * median / longest,
         floor_ms=1e3 * floor_s / longest,
         idle_share=bubble / (busy + bubble) if busy + bubble else 0.0,
+        launching_share=(after.launching_s - before.launching_s) / (busy + bubble) if busy + bubble else 0.0,
         step_ms_by_tenth=by_tenth(marks),
     )
 
@@ -319,6 +322,7 @@ def _line(m: Measurement) -> str:
         f"{'deterministic ' if m.setup.deterministic else ''}{m.workload}: "
         f"{m.ms_per_output:.3f} ms/output (floor {m.floor_ms:.3f}), "
         f"{m.output_tokens_per_s:.0f} out/s, {m.input_tokens_per_s:.0f} in/s, idle {100 * m.idle_share:.2f} %, "
+        f"launching {100 * m.launching_share:.2f} %, "
         f"{m.steps} steps of {'/'.join(f'{x:.2f}' for x in m.step_ms_by_tenth)} ms, "
         f"runs {', '.join(f'{s:.3f}' for s in m.seconds)} s"
     )

@@ -23,6 +23,7 @@ COLUMNS = (
     "bubble_s",
     "window_s",
     "lead_s",
+    "launching_s",
 )
 """What is kept of a step. Times are seconds on the clock of the device interface (`Device.now`).
 
@@ -48,6 +49,9 @@ class TimelineTotals:
     the next launch or to the step's end on the device, whichever comes first. In it the host works for free."""
     lead_s: float = 0.0
     """Sum of the times that launched steps lay queued before the device came to them: the margin before a bubble."""
+    launching_s: float = 0.0
+    """Busy time of steps that the host was still launching. A step that is launched kernel by kernel may have had
+    nothing to do in it but wait for the next kernel, which no event tells: an upper bound of such waits."""
     receive_s: float = 0.0
     schedule_s: float = 0.0
     launch_s: float = 0.0
@@ -60,6 +64,12 @@ class TimelineTotals:
         """Share of bubbles in the device time while something was runnable; 0 before the first step."""
         total = self.busy_s + self.bubble_s
         return self.bubble_s / total if total else 0.0
+
+    @property
+    def launching_share(self) -> float:
+        """Share of `launching_s` in the device time while something was runnable; 0 before the first step."""
+        total = self.busy_s + self.bubble_s
+        return self.launching_s / total if total else 0.0
 
     @property
     def occupancy(self) -> float:

@@ -66,7 +66,8 @@ class Timeline:
         self._ring: deque[tuple[float, ...]] = deque(maxlen=size)
         """COLUMNS of the steps processed last."""
         self._steps = 0
-        self._busy_s = self._bubble_s = self._runnable_s = self._window_s = self._lead_s = 0.0
+        self._busy_s = self._bubble_s = self._runnable_s = 0.0
+        self._window_s = self._lead_s = self._launching_s = 0.0
         self._previous_done: Event | None = None
         """The copy-done event of the step processed last, if something has been runnable ever since."""
         self._previous_end = 0.0
@@ -127,8 +128,9 @@ class Timeline:
             end = wait_end
         begin = end - busy_s
 
-        lead_s = begin - launch_end
+        lead_s, launching_s = begin - launch_end, 0.0
         if lead_s < 0.0:
+            launching_s = -lead_s if launch_end < end else busy_s
             lead_s = 0.0
         window_end = launched[0][3] if launched else wait_begin  # nothing was queued behind it: the wait ends overlap
         window_s = (window_end if window_end < end else end) - launch_end
@@ -137,13 +139,14 @@ class Timeline:
 
         self._ring.append((
             index, receive_begin, schedule_begin, launch_begin, launch_end, wait_begin, wait_end, began[OTHER],
-            begin, end, bubble_s, window_s, lead_s,
+            begin, end, bubble_s, window_s, lead_s, launching_s,
         ))  # fmt: skip
         self._steps += 1
         self._busy_s += busy_s
         self._bubble_s += bubble_s
         self._window_s += window_s
         self._lead_s += lead_s
+        self._launching_s += launching_s
         self._runnable_s += end - runnable_since
         self._previous_done, self._previous_end = (step.copy_done if runnable else None), end
 
@@ -177,6 +180,7 @@ class Timeline:
             runnable_s=self._runnable_s,
             window_s=self._window_s,
             lead_s=self._lead_s,
+            launching_s=self._launching_s,
             receive_s=phases[RECEIVE],
             schedule_s=phases[SCHEDULE],
             launch_s=phases[LAUNCH],
