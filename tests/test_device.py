@@ -341,6 +341,19 @@ def test_a_cuda_device_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_running_scope_gives_the_thread_its_cuda_stream_back() -> None:
+    device = CudaDevice()
+    stream, own = device.stream("engine"), torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        with device.running():
+            stream.run(lambda: None)
+            assert torch.cuda.current_stream() == stream.raw
+        assert torch.cuda.current_stream() == own
+    device.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_cuda_streams_of_different_priority_run_side_by_side_and_pinned_memory_is_page_locked() -> None:
     device = CudaDevice()
     slow, fast = device.stream("slow"), device.stream("fast", priority=-99)

@@ -139,7 +139,9 @@ class Device(Protocol):
         """
 
     def running(self) -> AbstractContextManager[None]:
-        """The scope in which the owner of the engine loop runs it; tunes the interpreter for it where that matters."""
+        """The scope in which the owner of the engine loop runs it. Tunes the interpreter for it where that matters, and
+        leaves the calling thread's current GPU and stream as they were.
+        """
 
     def call(self, make: Callable[[], T]) -> T:
         """What `make` returns, made where the device's torch work is done. Blocks; for start-up only.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import cast
 
 import torch
@@ -95,9 +95,17 @@ class CudaDevice(Device):
     def released(self, regions: Iterable[Region]) -> None:
         """Nothing: this device does not check. hot path"""
 
-    def running(self) -> AbstractContextManager[None]:
-        """Nothing to tune: no second thread wants the GIL."""
-        return nullcontext()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Give the calling thread its current device and stream back at the end: its own work may go on there."""
+        index = torch.cuda.current_device()
+        stream = torch.cuda.current_stream(self.torch_device)
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # of a GPU that has failed
+                torch.cuda.set_stream(stream)
+                torch.cuda.set_device(index)
 
     def call(self, make: Callable[[], T]) -> T:
         """Runs `make` at once and waits for what it put on the GPU."""
@@ -147,15 +155,19 @@ class CudaStream(Stream):
     def run(self, work: Callable[..., None], *args: object, access: Callable[[], Access] | None = None) -> None:
         """Call `work(*args)` now, with this stream as the current one and in inference mode. hot path
 
-        The stream stays the calling thread's current one, as switching there and back costs more than many a work.
-        What the work launches is asynchronous. Raises DeviceFault at once if the work raises, or if the driver reports
-        that earlier work has failed; DeviceClosed after `close`.
+        The stream stays the calling thread's current one, to the end of `running`: switching there and back costs more
+        than many a work. What the work launches is asynchronous. Raises DeviceFault at once if the work raises, or if
+        the driver reports that earlier work has failed; DeviceClosed after `close`.
         """
         device = self.device
         if device.closed or device.fault is not None:
             device.refuse_if_unusable()
         try:
-            if torch._C._cuda_getCurrentRawStream(self._index) != self._handle:
+            # A thread has one current stream for each device, and one current device.
+            if (
+                torch._C._cuda_getCurrentRawStream(self._index) != self._handle
+                or torch._C._cuda_getDevice() != self._index
+            ):
                 torch.cuda.set_stream(self.raw)
             with torch.inference_mode():
                 work(*args)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from stretto import LLM, SamplingParams
+from stretto.device.cuda import CudaDevice
 from stretto.distributed.group import SOLO
 from tests.gpu.test_compiled_gpu import assert_nothing_is_compiled_later
 from tests.helpers.gpu_ranks import GpuCase, draws, expected_sums, sums, tokens_of
@@ -55,6 +56,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     save(tiny_model(tiny_config("qwen3", max_position_embeddings=16_384)), directory)
     return directory
+
+
+def test_an_engine_launches_on_its_own_gpu_whatever_the_threads_current_one_is() -> None:
+    device = CudaDevice(1)
+    stream, seen = device.stream("engine"), []
+    with device.running():
+        for _ in range(2):
+            stream.run(lambda: seen.append(torch.cuda.current_device()))
+            torch.cuda.set_device(0)
+    assert seen == [1, 1]
+    assert torch.cuda.current_device() == 1  # as before the scope
+    torch.cuda.set_device(0)
+    device.close()
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
