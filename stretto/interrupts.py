@@ -1,4 +1,5 @@
-"""Holds Ctrl-C back while the engine is in the middle of something, and delivers it at a safe point.
+"""Holds Ctrl-C back while the engine is in the middle of something, and delivers it at a safe point. And keeps it away
+from child processes, which leave signals for the whole group to their parent.
 
 Owns the SIGINT handler only inside `held_interrupts()`. A KeyboardInterrupt between two statements of the scheduler
 would leave pages without an owner; between two steps it is an ordinary exception.
@@ -53,3 +54,26 @@ def held_interrupts() -> Iterator[InterruptGate]:
     finally:
         gate.close()
         gate.check()
+
+
+_GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def starting_children() -> Iterator[None]:
+    """Processes that are started in this block get no SIGINT and SIGTERM until they call `leave_signals_to_parent`.
+
+    Importing what a child needs takes it seconds, in which it could not ignore a Ctrl-C by itself. Any thread.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_signals_to_parent() -> None:
+    """First thing in a child process: Ctrl-C and SIGTERM, which often go to a whole group, are the parent's affair."""
+    for sig in _GROUP_SIGNALS:
+        signal.signal(sig, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)

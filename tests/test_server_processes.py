@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -221,7 +220,9 @@ def test_a_second_signal_cuts(dummy_model: Path) -> None:
         assert not any(map(alive, pids))
 
 
-def test_a_server_that_still_loads_is_ended_without_waiting_for_its_engine() -> None:
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_server_that_still_loads_is_ended_without_waiting_for_its_engine(sig: signal.Signals) -> None:
+    """Ctrl-C goes to all of its processes at once, whose imports have only begun."""
     code = (
         "import sys\n"
         "from stretto.config import EngineConfig\n"
@@ -232,14 +233,18 @@ def test_a_server_that_still_loads_is_ended_without_waiting_for_its_engine() -> 
         "engine_module='tests.helpers.loading_engine')\n"
         "sys.exit(made.run())\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code])
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_until(lambda: len(children.read_text().split()) == 2, "the children to start")
         pids = [int(pid) for pid in children.read_text().split()]
-        time.sleep(0.5)  # handlers are there before the children, but these may still be starting
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 0
+        if sig == signal.SIGINT:
+            os.killpg(process.pid, sig)
+        else:
+            process.send_signal(sig)
+        said = process.communicate(timeout=PATIENCE)[1]
+        assert process.returncode == 0, said
+        assert "Traceback" not in said
         assert not any(map(alive, pids))
     finally:
         process.kill()

@@ -18,6 +18,7 @@ import msgspec
 
 from stretto.config import EngineConfig
 from stretto.distributed.place import Place
+from stretto.interrupts import starting_children
 
 RANK_MODULE = "stretto.distributed.rank_process"
 STOPPED_SECONDS = 1.5
@@ -76,7 +77,7 @@ class Child:
         """Start `module` for it. Its parent in the kernel's eyes is the calling *thread*: it is killed with that."""
         self.place = settings.place
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, starting_children():
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -20,6 +19,7 @@ from stretto.distributed.lend import EndOfProcess
 from stretto.distributed.link import LONGEST_LINE
 from stretto.distributed.patience import TICK_SECONDS
 from stretto.errors import StrettoError
+from stretto.interrupts import leave_signals_to_parent
 from stretto.ipc.control import die_with_parent
 
 
@@ -28,8 +28,7 @@ def main(build: Callable[[EngineConfig, Follower], FollowingRuntime]) -> NoRetur
     parent = socket.socket(fileno=int(sys.argv[1]))
     settings = _read_settings(parent)
     die_with_parent(settings.parent_pid)
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, signal.SIG_IGN)  # signals for the whole group are the leader's affair
+    leave_signals_to_parent()
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     end = EndOfProcess(settings.place.rank, parent)
     follower = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,6 +14,7 @@ import zmq
 
 from stretto.config import EngineConfig
 from stretto.errors import EngineBroken, InvalidRequest, NotSupported, StrettoError
+from stretto.interrupts import leave_signals_to_parent
 from stretto.ipc.control import ControlLine, EngineInfo, Failed, Progress, die_with_parent
 from stretto.ipc.engine_service import EngineService
 from stretto.ipc.settings import read_engine_settings
@@ -67,8 +67,7 @@ def main() -> int:
 def prepare_process(parent_pid: int, log_level: str) -> None:
     """Die with the parent, leave signals for the whole group to the parent, log to standard error."""
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
@@ -97,7 +96,7 @@ class RecentSteps:
 
 
 def _load(config: EngineConfig, control: ControlLine) -> tuple[Runtime, EngineInfo]:
-    from stretto.layers.formats import resolve_dtype
+    from stretto.models.decoder import weight_format_of
     from stretto.models.resolve import resolve_model
     from stretto.runtime import Runtime
 
@@ -108,11 +107,10 @@ def _load(config: EngineConfig, control: ControlLine) -> tuple[Runtime, EngineIn
         has_tokenizer = runtime.tokenizer is not None
     except NotSupported:
         has_tokenizer = False
-    device = runtime.device.torch_device
     return runtime, EngineInfo(
         model=config.model,
-        device=str(device),
-        dtype=resolve_dtype(config.dtype, device).format,
+        device=str(runtime.device.torch_device),
+        dtype=weight_format_of(runtime.engine.model),
         tokenizer_kind=source.kind if has_tokenizer else None,
         tokenizer_path=str(source.path),
         vocab_size=sizes.vocab_size,

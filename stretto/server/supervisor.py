@@ -24,6 +24,7 @@ from stretto.config import EngineConfig
 from stretto.distributed.children import STOPPED_SECONDS, is_stopped
 from stretto.distributed.place import place_of
 from stretto.errors import StrettoError
+from stretto.interrupts import starting_children
 from stretto.ipc.control import (
     Beat,
     Control,
@@ -195,12 +196,13 @@ class Supervisor:
         passed = [theirs.fileno(), *((life_read,) if number else ()), *fds]
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._directory / "metrics")}
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *command, *map(str, passed)],
-                pass_fds=passed,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-            )
+            with starting_children():
+                process = subprocess.Popen(
+                    [sys.executable, "-m", *command, *map(str, passed)],
+                    pass_fds=passed,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                )
         finally:
             theirs.close()
             os.close(life_read)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from stretto.interrupts import leave_signals_to_parent
 from stretto.ipc.client import EngineClient
 from stretto.ipc.control import (
     Beat,
@@ -54,8 +54,7 @@ def main() -> None:
     leave_when_closed(life_fd, directory)
     settings = read_worker_settings(directory)
     allow_open_files(settings.server.max_connections + 256)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     logging.basicConfig(
         level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
