@@ -218,6 +218,15 @@ def test_the_ranks_of_a_leader_that_nobody_has_any_more_end(tmp_path: Path) -> N
     leader.run()
     leader.watch.abandon()
     leader.watch.close(orderly=False)
+    assert leader.watch.failure is None  # it left because it was told to
+
+
+def test_ranks_that_have_not_come_yet_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.distributed.watch.CLOSE_SECONDS", 1e6)
+    leader = FakeLeader(tmp_path, size=2)
+    pid = leader.pid(1)
+    leader.watch.close(orderly=False)
+    assert not ranks_of(os.getpid()), pid
 
 
 def test_the_cause_is_named_and_not_its_echo(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ other; this is what it asks while it is assembled, what it gets its turns from, 
 from __future__ import annotations
 
 import atexit
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -229,6 +230,7 @@ class Leader:
 
     def _end_with_process(self) -> None:
         """The interpreter ends with an engine that nobody has closed. Blocks for some seconds at most."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C would leave half of it
         self.watch.close(orderly=False)
         if self._transport is not None:
             self._transport.close()

@@ -155,15 +155,15 @@ class Watch:
 
     def abandon(self) -> None:
         """End all ranks without a last turn, and without waiting for it: nobody has the engine any more."""
+        self._closing.set()  # first: a rank that leaves because it is told to is not lost
         self._tell_all(Leave())
         self._end_stopped_siblings()
-        self._closing.set()
 
     def close(self, *, orderly: bool) -> None:
         """End all ranks. `orderly`: they got their last turn, and may take CLOSE_SECONDS to end with it. Blocks."""
+        self._closing.set()  # first: a rank that leaves because it is told to is not lost
         if not orderly or self.failure is not None:
             self._tell_all(Leave())
-        self._closing.set()
         self._thread.join()
 
     # -- the thread -------------------------------------------------------------------------------------------------
@@ -213,7 +213,8 @@ class Watch:
                 with self._telling:
                     self._tell_all(Beat(resting=self._resting))
             for rank in self._ranks.values():
-                if (problem := rank.problem(now, hang_limit(rank.beat.phase, self._hang_seconds))) is not None:
+                problem = rank.problem(now, hang_limit(rank.beat.phase, self._hang_seconds))
+                if problem is not None and not self._closing.is_set():
                     self._fail(problem)
             self._look_for_stuck()
             if self._suspicion is not None and now - self._suspicion[0] > GRACE_SECONDS:
@@ -339,6 +340,9 @@ class Watch:
             self._end_stopped_siblings()
 
     def _end_all(self, until: float) -> None:
+        for rank in self._ranks.values():
+            if rank.child is not None and rank.link is None:
+                rank.child.kill()  # it has not come yet: nobody can tell it to leave
         end_children([rank.child for rank in self._ranks.values() if rank.child is not None], until)
         for rank in self._ranks.values():
             while rank.link is not None and not rank.link.closed and rank.link.wait(max(0.0, until - time.monotonic())):
