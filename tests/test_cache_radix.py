@@ -630,6 +630,10 @@ def _count_too_many(load: Load, node: Node) -> None:
     load.cache._num_evictable += 1
 
 
+def _count_too_few(load: Load, node: Node) -> None:
+    load.cache._num_held -= 1
+
+
 def _forget_in_order(load: Load, node: Node) -> None:
     load.cache._order.remove(node)
 
@@ -676,6 +680,7 @@ def _cut_a_locked_node_off(load: Load, node: Node) -> None:
     [
         (_lock_too_many, "counts 1 locks, there are 0"),
         (_count_too_many, "counted as evictable"),
+        (_count_too_few, "counted as held"),
         (_forget_in_order, "missing from the order"),
         (_reorder, "before its child"),
         (_tear_the_order, "torn"),

@@ -49,9 +49,11 @@ class PagePool:
             pages = [start]
         else:
             width = 2 * n
-            while len(found := np.flatnonzero(self._is_free[start : start + width])) < n and width < self.num_pages:
-                width *= 4
-            pages = (found[:n] + start).tolist()
+            pages = (np.flatnonzero(self._is_free[start : start + width])[:n] + start).tolist()
+            at = start + width
+            while len(pages) < n and (at := self._free.find(1, at)) >= 0:  # few and far apart: one by one is faster
+                pages.append(at)
+                at += 1
         if start < 0 or len(pages) < n:
             raise RuntimeError(f"{self._num_free} pages are free by count, but not {n} from page {self._lowest} on")
         self._is_free[pages] = False

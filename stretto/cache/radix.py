@@ -36,11 +36,17 @@ class RadixCache:
         """Locks ever made."""
         self._order = UseOrder()
         self._num_evictable = 0
+        self._num_held = 0
 
     @property
     def num_evictable(self) -> int:
         """Pages that `evict` could free now: those of unlocked nodes."""
         return self._num_evictable
+
+    @property
+    def num_held(self) -> int:
+        """Pages that the cache has a reference to. Counted as they come and go: there may be millions."""
+        return self._num_held
 
     def lock(self, token_ids: TokenArray, key: CacheKey = NO_KEY) -> Prefix:
         """Lock the longest cached prefix of `token_ids` (int32 [T]): whole pages, at least one token left to compute.
@@ -117,6 +123,7 @@ class RadixCache:
             return []
         pages = np.concatenate(parts)
         self._num_evictable -= len(pages)
+        self._num_held -= len(pages)
         freed = self._pool.give_back(pages)
         if len(freed) != len(pages):
             in_use = sorted(set(pages.tolist()).difference(freed))
@@ -135,6 +142,7 @@ class RadixCache:
             parent = node.parent
             self._remove(node)
             self._num_evictable -= len(node.pages)
+            self._num_held -= len(node.pages)
             freed += self._pool.give_back(node.pages)
             node = parent
         return freed
@@ -197,6 +205,7 @@ class RadixCache:
         parent.children[leaf.name] = leaf
         self._order.append(leaf)
         self._num_evictable += len(pages)
+        self._num_held += len(pages)
         return leaf
 
     def _remove(self, leaf: Node) -> None:
@@ -241,11 +250,6 @@ class RadixCache:
             step = step.parent
         return parts
 
-    @property
-    def num_held(self) -> int:
-        """Pages that the cache has a reference to. Walks the nodes, not the pages."""
-        return sum(len(node.pages) for node in self._nodes())
-
     # -- for checks -------------------------------------------------------------------------------------------------
 
     def held(self) -> Iterator[int]:
@@ -277,6 +281,8 @@ class RadixCache:
         pages = list(self.held())
         if len(set(pages)) != len(pages):
             raise RuntimeError(f"pages {sorted({p for p in pages if pages.count(p) > 1})} are in the tree twice")
+        if len(pages) != self._num_held:
+            raise RuntimeError(f"{self._num_held} pages counted as held, there are {len(pages)}")
         self._check_order({node for node in nodes if node.locks == 0 and node.parent is not None})
 
     def _check_node(self, node: Node, locks: int) -> None:
