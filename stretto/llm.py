@@ -16,7 +16,7 @@ from stretto.config import EngineConfig, SchedulerConfig
 from stretto.errors import EngineBroken, InvalidRequest, NotSupported, StrettoError
 from stretto.interrupts import InterruptGate, held_interrupts
 from stretto.jobs import JobRunner, Work
-from stretto.layers.formats import resolve_dtype
+from stretto.models.decoder import weight_format_of
 from stretto.observe.step_times import RecentSteps
 from stretto.observe.sync_guard import SyncFinding
 from stretto.output import Job
@@ -189,7 +189,9 @@ class LLM:
         self._left.extend(jobs)
         if not self._closed and self._lock.acquire(blocking=False):
             try:
-                with held_interrupts(), self._runtime.running():
+                # An engine that has failed, or a forked child's copy, has nothing to end; a generator that is freed
+                # cannot tell it, and the next call does.
+                with suppress(StrettoError), held_interrupts(), self._runtime.running():
                     self._end_left()
                     self._runner.settle()
             finally:
@@ -222,7 +224,7 @@ class LLM:
     @property
     def dtype(self) -> str:
         """The weight format in use; what `auto` led to."""
-        return resolve_dtype(self.config.dtype, self._runtime.device.torch_device).format
+        return weight_format_of(self._runtime.engine.model)
 
     @property
     def device(self) -> str:

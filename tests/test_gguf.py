@@ -316,6 +316,30 @@ def test_weights_and_configuration_survive_the_way_through_gguf(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
+    ("dtype", "head", "expected"),
+    [
+        (torch.float32, None, "float32"),
+        (torch.float16, None, "float16"),
+        (torch.float16, "BF16", None),
+        (torch.float16, "Q8_0", None),
+    ],
+)
+def test_a_file_has_the_dtype_that_all_its_matrices_have(
+    tmp_path: Path, dtype: torch.dtype, head: str | None, expected: str | None
+) -> None:
+    model = tiny_model("llama")
+    for weight in model.parameters():
+        if weight.dim() > 1:  # norms stay float32, as in every file
+            weight.data = weight.data.to(dtype)
+    other = {}
+    if head is not None:
+        raw = reference.quantize(np.ones((40, 64), np.float32), Types[head])
+        other["output.weight"] = (raw, Types[head])
+    file = GGUFFile(write_model(tmp_path / "x.gguf", model, tensors=other))
+    assert config_from_gguf(file)["dtype"] == expected
+
+
+@pytest.mark.parametrize(
     ("extra", "expected"),
     [
         ({"rope.scaling.type": "none"}, None),

@@ -218,30 +218,41 @@ def test_silu_and_mul_takes_the_gate_first(dtype: torch.dtype) -> None:
 
 
 def test_auto_dtype_says_what_it_chose_and_why() -> None:
-    chosen = resolve_dtype("auto", CPU)
+    chosen = resolve_dtype("auto", CPU, None)
     assert chosen.format in USABLE
     assert chosen.reason
     if fbgemm_float16_available():
         assert chosen.format == "float16"
-    assert resolve_dtype("auto", torch.device("cuda")).format == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "format"),
+    [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"), (None, "bfloat16")],
+)
+def test_auto_dtype_on_a_gpu_keeps_a_checkpoint_of_16_bits_as_it_is(checkpoint_dtype: str | None, format: str) -> None:
+    """A float16 checkpoint used to be rounded to bfloat16. On a CPU the machine decides."""
+    chosen = resolve_dtype("auto", torch.device("cuda"), checkpoint_dtype)
+    assert (chosen.format, bool(chosen.reason)) == (format, True)
+    assert resolve_dtype("auto", CPU, checkpoint_dtype) == resolve_dtype("auto", CPU, None)
+    assert resolve_dtype("float32", torch.device("cuda"), checkpoint_dtype).format == "float32"
 
 
 @pytest.mark.parametrize("format", USABLE)
 def test_a_requested_dtype_is_taken(format: str) -> None:
-    assert resolve_dtype(format, CPU).format == format
+    assert resolve_dtype(format, CPU, None).format == format
 
 
 def test_unknown_and_impossible_dtypes_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"'int3' is not known; use one of auto, float32"):
-        resolve_dtype("int3", CPU)
+        resolve_dtype("int3", CPU, None)
     with pytest.raises(NotSupported, match="CPU only"):
-        resolve_dtype("int4", torch.device("cuda"))
+        resolve_dtype("int4", torch.device("cuda"), None)
     with pytest.raises(InvalidRequest, match="int3"):
         activation_dtype("int3", CPU)
 
 
 def test_without_fbgemm_auto_falls_back_and_float16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert resolve_dtype("auto", CPU).format in ("bfloat16", "float32")
+    assert resolve_dtype("auto", CPU, None).format in ("bfloat16", "float32")
     with pytest.raises(NotSupported, match="needs x86"):
-        resolve_dtype("float16", CPU)
+        resolve_dtype("float16", CPU, None)

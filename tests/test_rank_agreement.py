@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,17 @@ def test_a_fine_tuned_model_is_another_one(tmp_path: Path, dummy_model: Path, ch
     else:
         assert problem is not None
         assert "weight files is model.safetensors (" in problem
+
+
+def test_ranks_on_gpus_choose_the_weight_format_by_the_checkpoint(tmp_path: Path, dummy_model: Path) -> None:
+    config = load_config(ResolvedModel("directory", dummy_model, "model"))
+    resolved, gpu = ResolvedModel("directory", tmp_path, "model"), torch.device("cuda")
+    ours, theirs = (
+        model_facts(EngineConfig("any"), resolved, replace(config, checkpoint_dtype=dtype), gpu)
+        for dtype in ("bfloat16", "float16")
+    )
+    assert (ours["weight format"], theirs["weight format"]) == ("bfloat16", "float16")
+    assert difference(1, theirs, ours) is not None
 
 
 @pytest.mark.parametrize("changed", [None, 2_000_000])

@@ -82,7 +82,8 @@ def model_facts(options: EngineConfig, resolved: ResolvedModel, config: ModelCon
     from stretto.layers.formats import resolve_dtype
 
     facts = {f"model's {name}": repr(_plain(value)) for name, value in asdict(config).items()}
-    facts |= {"device": device.type, "weight format": resolve_dtype(options.dtype, device).format}
+    weight_format = resolve_dtype(options.dtype, device, config.checkpoint_dtype).format
+    facts |= {"device": device.type, "weight format": weight_format}
     if resolved.kind == "gguf":
         facts["weight files"] = f"{resolved.path.stat().st_size} bytes, fingerprint {fingerprint_gguf(resolved.path)}"
         return facts

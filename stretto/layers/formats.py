@@ -43,13 +43,14 @@ def onednn_bfloat16_available() -> bool:
     return bool(onednn_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def resolve_dtype(requested: str, device: torch.device) -> ResolvedDtype:
+def resolve_dtype(requested: str, device: torch.device, checkpoint_dtype: str | None) -> ResolvedDtype:
     """The weight format for `requested` (`auto` or one of `WEIGHT_FORMATS`) on `device`.
 
-    Raises InvalidRequest for an unknown name and NotSupported for a format that cannot work on this machine.
+    `checkpoint_dtype`: `ModelConfig.checkpoint_dtype`, by which `auto` chooses on a GPU. Raises InvalidRequest for an
+    unknown name and NotSupported for a format that cannot work on this machine.
     """
     if requested == "auto":
-        return _automatic(device)
+        return _automatic(device, checkpoint_dtype)
     if requested not in WEIGHT_FORMATS:
         raise InvalidRequest(f"dtype {requested!r} is not known; use one of auto, {', '.join(WEIGHT_FORMATS)}")
     if device.type == "cpu" and requested == "float16" and not fbgemm_float16_available():
@@ -72,9 +73,11 @@ def activation_dtype(format: str, device: torch.device) -> torch.dtype:
     raise InvalidRequest(f"weight format {format!r} is not known; use one of {', '.join(WEIGHT_FORMATS)}")
 
 
-def _automatic(device: torch.device) -> ResolvedDtype:
+def _automatic(device: torch.device, checkpoint_dtype: str | None) -> ResolvedDtype:
     if device.type != "cpu":
-        return ResolvedDtype("bfloat16", f"the native format of {device.type}")
+        if checkpoint_dtype in ("float16", "bfloat16"):
+            return ResolvedDtype(checkpoint_dtype, "as the checkpoint has them")
+        return ResolvedDtype("bfloat16", f"{checkpoint_dtype or 'unknown'} in the checkpoint, with its range")
     if fbgemm_float16_available():
         return ResolvedDtype("float16", "x86 with FBGEMM: float16 weights, float32 activations, batch-invariant")
     if onednn_bfloat16_available():

@@ -152,6 +152,8 @@ class Decoder:
 
     config: ModelConfig
     """What this rank computes: its own heads and feed-forward width, the whole vocabulary (see `ModelShard`)."""
+    weight_format: str
+    """That of its linear layers: one of layers/formats.py."""
     kv_dtype: torch.dtype
     """Element type in which q, k and v reach `attend`, and the best one for the cache."""
     max_model_len: int
@@ -178,6 +180,7 @@ class Decoder:
         frequencies = inverse_frequencies(config, max_model_len).to(weights.device)
         loaded = cls(
             config,
+            weights.weight_format,
             weights.activation_dtype,
             max_model_len,
             embedding,
@@ -230,6 +233,13 @@ class Decoder:
         for layer in self.layers:
             linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
         return sum(linear.weight_bytes for linear in linears)
+
+
+def weight_format_of(model: object) -> str:
+    """The weight format of the model of an engine that was assembled from options."""
+    if not isinstance(model, Decoder):
+        raise TypeError(f"a Decoder is expected, not a {type(model).__name__}")
+    return model.weight_format
 
 
 def _rows_of_heads(heads: range, head_dim: int) -> range:

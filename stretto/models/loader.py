@@ -73,9 +73,9 @@ def load_model(
     if load_format not in ("auto", "dummy"):
         raise InvalidRequest(f"load format {load_format!r} is not known; use 'auto' or 'dummy'")
     begin = time.perf_counter()
-    weight_format = resolve_dtype(dtype, device)
     gguf = GGUFFile(resolved.path) if resolved.kind == "gguf" else None
     config = load_config(resolved) if gguf is None else _gguf_config(gguf)
+    weight_format = resolve_dtype(dtype, device, config.checkpoint_dtype)
     if max_model_len is None:
         max_model_len = config.context_length
     areas = anonymous_areas() if device.type == "cpu" else None

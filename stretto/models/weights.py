@@ -69,7 +69,7 @@ class WeightReader:
         self._group = group
         self.activation_dtype = activation_dtype(weight_format, device)
         self._source = source
-        self._format = weight_format
+        self.weight_format = weight_format
         # Wide enough for the packer of the format, and already the final type where nothing is packed.
         self._staging_dtype = torch.float32 if weight_format == "int4" else self.activation_dtype
         self._progress = progress
@@ -119,7 +119,7 @@ class WeightReader:
         share = shard.vocabulary if shard.size > 1 else None
         parts = [Rows("model.embed_tokens", vocabulary, share=share)]
         weight_VD = self._matrix(parts, columns, shard.vocabulary_rows)
-        embedding = Embedding(weight_VD, self._format)
+        embedding = Embedding(weight_VD, self.weight_format)
         if not tied:
             parts = [Rows("lm_head", vocabulary, share=share)]
             del weight_VD  # before the next one of this size is read
@@ -173,7 +173,7 @@ class WeightReader:
             self._untrimmed_bytes = 0
             _return_freed_memory()
         try:
-            return make_linear(weight_OI, bias_O, self._format, head=head)
+            return make_linear(weight_OI, bias_O, self.weight_format, head=head)
         except NotSupported as error:
             names = ", ".join(part.module for part in parts)
             raise NotSupported(f"{self._source.origin}: {names}: {error}") from error
