@@ -5,6 +5,7 @@ Interpreted on a CPU (without graphs), compiled and captured on a GPU.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -250,6 +251,43 @@ def test_the_warm_up_leaves_nothing_behind(tiny: Tiny) -> None:
         assert outputs_of(runtime, PROMPTS[:1], params) == [expected[0][:2]]
 
 
+@pytest.mark.skipif(GPU, reason="needs tensors that cuDNN refuses for certain")
+def test_where_cudnn_has_no_plan_prompts_of_one_length_take_our_kernel(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a CPU, whose tensors cuDNN refuses with a RuntimeError. The engine used to die of it at its start."""
+    monkeypatch.setattr("stretto.attention.triton_paged.CUDNN_LEAST", 1)
+    monkeypatch.setattr("stretto.attention.triton_paged.CUDNN_MULTIPLE", 1)
+    with started(tiny[0].path, max_num_seqs=4, max_num_batched_tokens=18) as runtime:
+        runner = runtime.engine.runner
+        attention = runner._attention  # type: ignore[attr-defined]
+        attention._cudnn = True
+        runner._equal_lengths = attention.equal_lengths(18, 100)  # type: ignore[attr-defined]
+        assert runner._equal_lengths == (9, 18)  # type: ignore[attr-defined]
+        with caplog.at_level(logging.INFO, "stretto"):
+            runtime.engine.stream.run(runner._warm_up)  # type: ignore[attr-defined]
+            runtime.engine.stream.synchronize()
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert "cuDNN does not serve prompts of 9 tokens" in caplog.text
+        assert attention.equal_lengths(18, 100) == ()
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        assert outputs_of(runtime, [PROMPTS[3]] * 2, params) == [tiny[1][3]] * 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_failure_that_is_not_of_cudnns_plans_is_raised(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error("the device has failed")
+
+    with started(tiny[0].path, max_num_seqs=4, max_num_batched_tokens=18) as runtime:
+        attention = runtime.engine.runner._attention  # type: ignore[attr-defined]
+        monkeypatch.setattr(attention, "_attend_equal", fail)
+        with pytest.raises(error, match="the device has failed"):
+            attention.prepare_equal(18, (9,))
+
+
 def test_the_warm_up_stays_within_the_room_of_a_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     positions = []
     run = FusedRunner.run
@@ -312,7 +350,7 @@ def recorded_prompts(
     model = runner._model
     runner._logits_SV = torch.zeros(max(choices), model.config.vocab_size, dtype=model.dtype)
     runner.choice_graphs = StepGraphs(choices, NUM_KINDS, runner._choose_wanted)
-    runtime.device.call(lambda: graphs.capture(record))
+    runtime.device.call(lambda: graphs.capture(record, equal=False))
     runtime.device.call(lambda: runner.choice_graphs.capture(record))
     return record, graphs
 

@@ -10,6 +10,7 @@ Cache layout: [L, 2 (keys, values), P, K, S, H]; one head's positions within a p
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,8 @@ from stretto.kernels.invariant_attention import PartScratch, invariant_attention
 from stretto.kernels.prefill_attention import prefill_attention, query_block, query_blocks
 from stretto.kernels.prefill_work import PrefillWork, plan_prefill
 from stretto.kernels.rope_write import HeadTransform, rope_write
+
+logger = logging.getLogger(__name__)
 
 CUDNN_LEAST = 512
 CUDNN_MULTIPLE = 128
@@ -184,18 +187,28 @@ class TritonPagedAttention:
         lengths = [num_tokens // count for count in CUDNN_COUNTS if num_tokens % count == 0]
         return tuple(n for n in lengths if CUDNN_LEAST <= n <= longest and n % CUDNN_MULTIPLE == 0)
 
-    def prepare_equal(self, num_tokens: int, lengths: tuple[int, ...]) -> None:
+    def prepare_equal(self, num_tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
         """Have cuDNN plan for steps of `num_tokens` in prompts of each of `lengths`, for the calling thread.
 
-        Blocks for up to two seconds.
+        Returns the lengths that it then serves: all, or, where it has no plan for one of them, none. Blocks for up to
+        two seconds.
         """
         shape = self.shape
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        if lengths:
-            qkv_TXH = torch.zeros(num_tokens, sum(heads), shape.head_dim, dtype=shape.dtype, device=shape.device)
-            q_TNH, k_TKH, v_TKH = qkv_TXH.split_with_sizes(heads, dim=1)
+        if not lengths:
+            return ()
+        qkv_TXH = torch.zeros(num_tokens, sum(heads), shape.head_dim, dtype=shape.dtype, device=shape.device)
+        q_TNH, k_TKH, v_TKH = qkv_TXH.split_with_sizes(heads, dim=1)
+        try:
             for length in lengths:
                 self._attend_equal(q_TNH, k_TKH, v_TKH, length)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # not about plans: nothing would go well after it
+        except RuntimeError as error:
+            logger.info("cuDNN does not serve prompts of %d tokens, so our kernel does: %s", length, error)
+            self._cudnn = False
+            return ()
+        return lengths
 
     def begin(self, step: PagedStep) -> None:
         """Take the step's tensors; `work` must be filled for its decode rows. hot path"""

@@ -56,7 +56,8 @@ class FusedRunner:
         }
         prompt_sizes = token_ladder(model.weights_per_layer, tokens) if graphs else ()
         self._equal_lengths = self._attention.equal_lengths(tokens, config.max_model_len - 1) if graphs else ()
-        """Of whole prompts, for which attention is prepared in steps that they fill."""
+        """Of whole prompts, for which attention is prepared in steps that they fill; none where cuDNN turns out not to
+        serve them."""
         choices = choice_ladder(config.max_rows) if prompt_sizes else ()
         self.prompt_graphs = PromptGraphs(
             model,
@@ -83,7 +84,7 @@ class FusedRunner:
             self._warm_up()
             record = CudaRecorder()
             self.graphs.capture(record)
-            self.prompt_graphs.capture(record)
+            self.prompt_graphs.capture(record, equal=len(self._equal_lengths) > 0)
             self.choice_graphs.capture(record)
             self._parts.tables.length_R[0] = 0
 
@@ -105,7 +106,7 @@ class FusedRunner:
         """Run each path of a step with prompt chunks once, on the padding row: compiles its kernels."""
         config = self._parts.config
         self._model.warm_up(config.max_num_batched_tokens)
-        self._attention.prepare_equal(config.max_num_batched_tokens, self._equal_lengths)
+        self._equal_lengths = self._attention.prepare_equal(config.max_num_batched_tokens, self._equal_lengths)
         for past, plan in padding_plans(config, self._attention.row_steps):
             layout = PlanLayout.of(plan, config.max_stop_ids)
             words = np.zeros(layout.num_words, np.int32)

@@ -72,11 +72,12 @@ class PromptGraphs:
         self._o_TNH = zeros(most, config.num_heads, config.head_dim)
         """Attention writes no padding rows. What is in them must be numbers, as it comes into page 0."""
 
-    def capture(self, record: Record) -> None:
-        """Record all graphs. Blocks."""
+    def capture(self, record: Record, *, equal: bool) -> None:
+        """Record all graphs; `equal`: those of prompts of one length, too. Blocks."""
         self._forget()
         self.graphs.capture(record)
-        self._equal_graphs.capture(record)
+        if equal:
+            self._equal_graphs.capture(record)
 
     def _forget(self) -> None:
         """Make the step on the device one of no rows, tokens or work: the last one may have been larger than a size,
