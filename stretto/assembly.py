@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,13 +20,14 @@ from stretto.distributed.member import ALONE, Member
 from stretto.distributed.place import Place
 from stretto.engine.memory import MemoryPlan, buffer_bytes, plan_memory
 from stretto.engine.runner import EagerRunner, MakeRunner
-from stretto.errors import InvalidRequest, ModelLoadError, NotSupported
+from stretto.errors import InvalidRequest, ModelLoadError
 from stretto.models.config import ModelConfig
 from stretto.models.decoder import Decoder
 from stretto.models.gguf import GGUFFile
 from stretto.models.loader import load_config, load_model
 from stretto.models.resolve import ResolvedModel, resolve_model
 from stretto.models.shard import check_size
+from stretto.support import check_model, check_options, uses_kernels
 from stretto.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
@@ -69,14 +69,14 @@ def assemble(config: EngineConfig, progress: Progress | None = None, member: Mem
 
     device = _device(config, member.place)
     try:
-        _check_backend(config, device)
-        _check_deterministic(config, device)
+        check_options(config, device)
         resolved = resolve_model(
             config.model, revision=config.revision, token=config.hf_token, progress=lambda text: say(text, 0.0)
         )
         model_config = load_config(resolved)
         tokenizer = _tokenizer(config, resolved)
         max_model_len = _max_model_len(config, model_config)
+        check_model(config, model_config, device)
         check_size(model_config, member.place.size)  # before anybody waits for others
         group = member.join(resolved, model_config, device)
         model = device.call(
@@ -116,43 +116,6 @@ def _device(config: EngineConfig, place: Place) -> Device:
     if kind != "cuda" or (index and not index.isdigit()):
         raise InvalidRequest(f"device is {name!r}; allowed: auto, cpu, cuda, cuda:N")
     return CudaDevice(int(index) if index else place.local_rank if place.size > 1 else 0)
-
-
-def _check_backend(config: EngineConfig, device: Device) -> None:
-    """Raise if the attention backend asked for cannot run here. Before the model is loaded, which takes long."""
-    backend = config.attention_backend
-    if backend in ("triton", "flashinfer") and not (_on_gpu(device) or _interpreted()):
-        raise InvalidRequest(f"attention_backend is {backend!r}, which needs a GPU; use 'torch' on a CPU")
-    if backend == "flashinfer":
-        from stretto.attention.flashinfer_paged import require_flashinfer
-
-        require_flashinfer()
-
-
-def _check_deterministic(config: EngineConfig, device: Device) -> None:
-    """Raise NotSupported where `deterministic` is asked for and could not be kept."""
-    if not config.deterministic:
-        return
-    backend = config.attention_backend
-    if backend not in ("auto", "triton") or (backend == "auto" and not _on_gpu(device)):
-        raise NotSupported(
-            "deterministic is built for a GPU with attention_backend 'triton': in others, and on a CPU, how "
-            "a prompt is cut into chunks changes last bits; leave it off, or run on a GPU"
-        )
-    if config.tensor_parallel_size > 1:
-        raise NotSupported(
-            f"deterministic with tensor_parallel_size {config.tensor_parallel_size} is not built: sums over ranks take "
-            "different ways by the size of the step; use one rank"
-        )
-
-
-def _interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, for tests."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    from stretto.kernels.launch import INTERPRETED
-
-    return INTERPRETED
 
 
 def _on_gpu(device: Device) -> bool:
@@ -286,7 +249,7 @@ def _attention(
         device=device.torch_device,
     )
     backend, on_gpu = options.attention_backend, _on_gpu(device)
-    if backend == "torch" or (backend == "auto" and not on_gpu):
+    if not uses_kernels(options, device):
         whole = model.group.size == 1
         return PagedTorchAttention(shape), EagerRunner if whole else partial(EagerRunner, split=model)
     # Triton is an optional dependency on a machine without a GPU.

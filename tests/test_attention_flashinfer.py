@@ -179,6 +179,6 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch: pyte
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a CPU gets")
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 def test_a_cpu_is_refused(backend: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.assembly._interpreted", lambda: False)
+    monkeypatch.setattr("stretto.support.interpreted", lambda: False)
     with pytest.raises(InvalidRequest, match="needs a GPU"):
         LLM(str(write_dummy_model(tmp_path)), load_format="dummy", attention_backend=backend)

@@ -16,8 +16,10 @@ import torch
 from stretto.engine.ordering import BLOCK, block_token_ids
 from stretto.engine.scratch import Scratch
 
+MAX_VOCABULARY = 2**18
+"""Up to this many tokens all sums of weights are exact."""
 _WEIGHT_ONE = 2.0**34
-"""The integer weight of a row's best token: as fine as an exact float64 sum over 2**18 tokens allows."""
+"""The integer weight of a row's best token: as fine as an exact float64 sum over `MAX_VOCABULARY` allows."""
 _ALL = torch.iinfo(torch.int64).max
 """The boundary behind every token."""
 _LEVELS = ((20, 11), (10, 10), (0, 10))
