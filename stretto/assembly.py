@@ -38,6 +38,9 @@ DEFAULT_CONTEXT = 8192
 """`max_model_len` unless given: the model's context length, but at most this."""
 CPU_BATCHED_TOKENS = 512
 CUDA_BATCHED_TOKENS = 8192
+MOST_CACHED_PAGES = 2**22
+"""More than all requests could use are not kept for cached prefixes: a model so small has room for more, but the host
+keeps books of each page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,11 @@ def _buffer_bytes(config: EngineConfig, limits: SchedulerConfig, model: Decoder,
 def _num_pages(
     config: EngineConfig, model: Decoder, max_model_len: int, device: Device, memory_plan: MemoryPlan | None
 ) -> int:
-    """KV pages, page 0 included: as given, or as many as the memory holds and the requests could use."""
+    """KV pages, page 0 included: as given, or as many as the memory holds.
+
+    No more than the requests could use all together, where more would be of no use (without prefix caching), or where
+    nobody asked for the memory: a CPU's is taken as the cache fills, and belongs to the program around the engine, too.
+    """
     if config.num_pages is not None:
         return config.num_pages + 1
     shape = model.config
@@ -229,7 +236,10 @@ def _num_pages(
             f"({token_bytes} bytes each), fewer than max_model_len ({max_model_len}): lower max_model_len or raise "
             "kv_cache_memory_bytes" + (f" ({memory_plan.describe()})" if memory_plan else "")
         )
-    return min(affordable, needed * config.max_num_seqs) + 1
+    useful = needed * config.max_num_seqs
+    if config.enable_prefix_caching and (_on_gpu(device) or config.kv_cache_memory_bytes):
+        useful = max(useful, MOST_CACHED_PAGES)
+    return min(affordable, useful) + 1
 
 
 def _default_cache_bytes() -> int:

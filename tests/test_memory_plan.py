@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from stretto import assembly
-from stretto.assembly import Parts, assemble
+from stretto.assembly import MOST_CACHED_PAGES, Parts, assemble
 from stretto.attention.base import AttentionBackend, AttentionShape
 from stretto.attention.flashinfer_paged import workspace_bytes
 from stretto.attention.triton_paged import TritonPagedAttention
@@ -233,8 +235,10 @@ def test_the_division_is_made_with_what_is_kept(tiny: Callable[..., Parts], monk
     monkeypatch.setattr("stretto.assembly._on_gpu", lambda device: True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (70 * GIB, 80 * GIB))
-    plain = tiny(overlap_depth=0)
-    deep, exact = tiny(overlap_depth=8), tiny(overlap_depth=0, deterministic=True)
+    plain, deep, exact = (
+        tiny(enable_prefix_caching=False, **options)  # with it the cache would take all of the GPU's size
+        for options in ({"overlap_depth": 0}, {"overlap_depth": 8}, {"overlap_depth": 0, "deterministic": True})
+    )
     assert plain.memory is not None
     assert deep.memory is not None
     assert exact.memory is not None
@@ -245,6 +249,43 @@ def test_the_division_is_made_with_what_is_kept(tiny: Callable[..., Parts], monk
     taken = room.partial_BKZGH.nbytes + room.state_BKZG2.nbytes + room.arrived_BK.nbytes
     assert exact.memory.workspace - plain.memory.workspace == taken
     assert plain.config.num_pages == 5 * -(-plain.config.max_model_len // 16) + 1
+
+
+PAGE_BYTES = 16 * 2 * 28 * 8 * 128 * 2
+"""Of 16 tokens of the 0.6B."""
+USEFUL = 8 * 4096 // 16
+"""Pages that 8 requests of 4,096 tokens could use."""
+
+
+def num_pages(device: str, plan: MemoryPlan | None = None, layers: int = 28, **options: Any) -> int:
+    """Pages that the cache of a 0.6B gets, for 8 requests of 4,096 tokens."""
+    config = EngineConfig("any", max_num_seqs=8, page_size=16, **options)
+    model = SimpleNamespace(config=replace(CONFIG, num_layers=layers), kv_dtype=torch.bfloat16)
+    place = SimpleNamespace(torch_device=torch.device(device))
+    return assembly._num_pages(config, model, 4096, place, plan) - 1  # type: ignore[arg-type]
+
+
+def test_on_a_gpu_cached_prefixes_get_all_that_is_left() -> None:
+    """It used to be no more than the requests could use at once: 3.5 of 119 GiB, the rest idle."""
+    left = MemoryPlan(total=126 * GIB, allowed=119 * GIB, in_use=0, workspace=0, graphs=0)
+    assert num_pages("cuda", left) == 119 * GIB // PAGE_BYTES > 30 * USEFUL
+    assert num_pages("cuda", left, enable_prefix_caching=False) == USEFUL
+    assert num_pages("cuda", kv_cache_memory_bytes=30 * GIB) == 30 * GIB // PAGE_BYTES
+
+
+def test_the_host_keeps_books_of_no_more_cached_pages_than_it_can() -> None:
+    """A model this small has room for many times more."""
+    left = MemoryPlan(total=126 * GIB, allowed=119 * GIB, in_use=0, workspace=0, graphs=0)
+    assert num_pages("cuda", left, layers=1) < MOST_CACHED_PAGES
+    wide = replace(left, allowed=1190 * GIB)
+    assert num_pages("cuda", wide, layers=1) == MOST_CACHED_PAGES
+
+
+def test_on_a_cpu_only_memory_that_was_asked_for_goes_to_cached_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.assembly._default_cache_bytes", lambda: 4 * GIB)
+    assert num_pages("cpu") == USEFUL < 4 * GIB // PAGE_BYTES
+    assert num_pages("cpu", kv_cache_memory_bytes=6 * GIB) == 6 * GIB // PAGE_BYTES
+    assert num_pages("cpu", kv_cache_memory_bytes=6 * GIB, enable_prefix_caching=False) == USEFUL
 
 
 def test_flashinfer_keeps_workspaces_beside_what_the_triton_backend_does(
