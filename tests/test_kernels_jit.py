@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,19 @@ def test_versions_that_were_not_read_launch_as_triton_does(acted: Acted, monkeyp
     for _ in range(3):
         add[(1,)](X, 5, 32, 0.5, BLOCK=16)
     assert (acted.compiled, acted.launches) == (3, [])
+
+
+@pytest.mark.parametrize(("known", "warnings"), [(True, 0), (False, 1)])
+def test_slow_launches_are_told_of_once(
+    known: bool, warnings: int, acted: Acted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jit, "_QUICK", known)
+    jit._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="stretto.kernels"):
+        for add in (jit.Kernel(_add), jit.Kernel(_add)):
+            for _ in range(3):
+                add[(1,)](X, 5, 32, 0.5, BLOCK=16)
+    assert [triton.__version__ in record.getMessage() for record in caplog.records] == [True] * warnings
 
 
 def test_the_decorator_gives_what_the_process_needs() -> None:

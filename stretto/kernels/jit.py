@@ -8,6 +8,8 @@ of pointers, divisibility of integers, constants) goes to that binary at once.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +19,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.kernels.launch import INTERPRETED
 
+_LOG = logging.getLogger("stretto.kernels")
 _KNOWN_VERSIONS = ("3.6.", "3.7.")
 """How a binary is launched is no promise of Triton's: read in these versions; others launch in their own way."""
 _QUICK = triton.__version__.startswith(_KNOWN_VERSIONS)
+
+
+@functools.cache
+def _warn() -> None:
+    """Once in a process."""
+    _LOG.warning(
+        "Triton %s is not one whose launches Stretto can shorten (%s): each kernel costs the host some 40 us more, "
+        "which steps that run in CUDA graphs do not notice",
+        triton.__version__,
+        ", ".join(f"{version}x" for version in _KNOWN_VERSIONS),
+    )
 
 
 class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
@@ -37,6 +51,8 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
     def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
         """Launch on the current stream of the current device; the compiled kernel if it was looked up. hot path"""
         if warmup or not _QUICK:
+            if not warmup:
+                _warn()
             return super().run(*args, grid=grid, warmup=warmup, **constants)
         device = torch._C._cuda_getDevice()
         # What a binary depends on, as Triton specialises it; and the arguments as they are launched: tensors as their
