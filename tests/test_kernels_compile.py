@@ -1,4 +1,7 @@
-"""Every kernel compiles for a Hopper GPU, on any machine; the interpreter accepts more than the compiler does."""
+"""Every kernel compiles for a Hopper GPU, on any machine; the interpreter accepts more than the compiler does.
+
+And what a GPU with less shared memory or fewer ways to fill it is given fits into it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+
+from stretto.kernels.launch import H200, Gpu
+from tests.helpers.compile_kernels import OTHERS
+
+MOST_STACK = 1024
+"""What a thread takes beyond that, the driver sets aside for every one that a GPU can run: 10 KB are 2.3 GiB of an
+H200."""
 
 
 def compile_kernels(*arguments: str) -> str:
@@ -29,14 +39,26 @@ def compile_kernels(*arguments: str) -> str:
     return done.stdout
 
 
+def too_large(needs: dict[str, dict[str, int]], gpu: Gpu) -> dict[str, int]:
+    """The kernels that need more than `gpu` has."""
+    limits = {"shared": gpu.shared_memory, "stack": MOST_STACK}
+    return {f"{what} of {name}": size for what in limits for name, size in needs[what].items() if size > limits[what]}
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_kernel_compiles(dtype: str) -> None:
-    printed = compile_kernels(dtype)
-    assert "_decode_attention" in printed
-    # What exceeds 1 KB, the driver sets aside for every thread that a GPU can run: 10 KB are 2.3 GiB of an H200.
-    stacks = json.loads(printed.rpartition("stack:")[2])
-    assert len(stacks) > 20
-    assert {name: size for name, size in stacks.items() if size > 1024} == {}
+    needs = json.loads(compile_kernels(dtype).rpartition("needs:")[2])
+    assert len(needs["stack"]) > 20
+    assert too_large(needs, H200) == {}
+
+
+def test_what_models_launch_on_other_gpus_fits_into_them() -> None:
+    needs = json.loads(compile_kernels("bfloat16", "--others"))
+    assert needs.keys() == OTHERS.keys()
+    assert all(needs[name]["shared"]["_decode_attention"] > 0 for name in OTHERS)
+    assert {name: too_large(needs[name], gpu) for name, gpu in OTHERS.items()} == {name: {} for name in OTHERS}
+    # Whole tiles of weights are for those that do not load them through registers.
+    assert [name for name in OTHERS if "_resident" in needs[name]["shared"]] == ["RTX 5090"]
 
 
 def test_launches_of_real_models_are_programs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ pytest.importorskip("triton")
 
 from stretto.kernels.elementwise import add_rms_norm, add_rms_norm_reference, sum_parts
 from stretto.kernels.few_rows import (
+    KINDS_OF_ROWS,
     MAX_ROWS,
+    Cut,
     cut,
     few_rows_gated,
     few_rows_matmul,
     few_rows_matmul_reference,
+    padded,
 )
 from stretto.kernels.rope_write import HeadTransform, rope_write, rope_write_reference
 from tests.test_kernels import DEVICE, GPU, random
@@ -89,6 +93,26 @@ def test_cuts_cover_all_columns() -> None:
                 assert (how.num_spans - 1) * how.span < width <= how.num_spans * how.span
                 assert not how.step or how.span % how.step == 0
                 assert not whole or how.num_spans == 1
+
+
+@pytest.mark.parametrize("loads_tiles", [True, False])
+@pytest.mark.parametrize(("outputs", "width"), [(4096, 1024), (151_936, 1024), (1024, 3072), (6144, 4096)])
+def test_few_kinds_stand_for_all_numbers_of_rows(outputs: int, width: int, loads_tiles: bool) -> None:
+    """Who has run these has compiled all."""
+    for whole in (False, True):
+
+        def kinds(counts: Iterable[int], whole: bool = whole) -> set[tuple[int, Cut]]:
+            return {(padded(n), cut(outputs, width, 2, n, whole=whole, loads_tiles=loads_tiles)) for n in counts}
+
+        assert kinds(KINDS_OF_ROWS) == kinds(range(2, MAX_ROWS + 1))
+
+
+def test_no_tile_is_whole_where_it_would_pass_through_registers() -> None:
+    for outputs, width in ((4096, 1024), (1024, 3072), (576, 576)):
+        assert not cut(outputs, width, 2, 64, whole=False).step
+        how = cut(outputs, width, 2, 64, whole=False, loads_tiles=False)
+        assert how.step
+        assert (how.num_spans - 1) * how.span < width <= how.num_spans * how.span
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

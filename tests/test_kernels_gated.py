@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from stretto.kernels.gated_matmul import LEAST_ROWS, gated_matmul, gated_matmul_reference, takes
+from stretto.kernels.gated_matmul import LEAST_ROWS, gated_matmul, gated_matmul_reference, runs_on, takes
+from stretto.kernels.launch import gpu_of
 from tests.test_kernels import DEVICE, GPU, assert_close, random
 
 # What the interpreter cannot multiply in bfloat16 it does in float16.
@@ -25,8 +26,8 @@ def test_gated_matmul(rows: int, width: int, ffn: int, dtype: torch.dtype) -> No
 
 
 def test_what_it_takes() -> None:
-    """Many rows and 16 bits, whole tiles of the weight, and hardware that loads tiles."""
-    capable = GPU and torch.cuda.get_device_capability() >= (9, 0)
+    """Many rows and 16 bits, whole tiles of the weight, and a GPU that it runs on."""
+    capable = GPU and runs_on(gpu_of(DEVICE))
     weight = torch.empty(2 * 128, 64, dtype=torch.bfloat16, device=DEVICE)
     assert takes(LEAST_ROWS, weight) is capable
     assert not takes(LEAST_ROWS - 1, weight)

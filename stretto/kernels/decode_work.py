@@ -14,7 +14,7 @@ Legend: B rows, K groups of kv heads, H head dim, C programs, Q query heads of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import cdiv, next_power_of_2, num_multiprocessors
+from stretto.kernels.launch import H200, cdiv, gpu_of, next_power_of_2, num_multiprocessors
 
 _FEW_PAIRS = (128, 256)
 """Up to so many pairs of row and kv head, what a program costs before its first key counts for more than bandwidth."""
@@ -47,8 +47,29 @@ class Tuning:
     programs_per_multiprocessor: int
 
     @classmethod
-    def of(cls, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Tuning:
-        """For steps of up to `max_rows` rows. Measured on an H200 for heads of 128; others follow from them."""
+    def of(
+        cls,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        shared_memory: int = H200.shared_memory,
+    ) -> Tuning:
+        """For steps of up to `max_rows` rows, on a GPU whose programs may have so many bytes of shared memory."""
+        tuning = cls._on_h200(max_rows, num_heads, num_kv_heads, head_dim)
+        fitting = tuning
+        while fitting.bytes_needed(head_dim) > shared_memory and (fitting.heads > 1 or fitting.unit > 16):
+            if fitting.heads > 1:
+                fitting = replace(fitting, heads=fitting.heads // 2, warps=max(1, fitting.warps // 2))
+            else:
+                fitting = replace(fitting, unit=fitting.unit // 2)
+        if fitting == tuning:
+            return tuning
+        return replace(fitting, programs_per_multiprocessor=max(1, shared_memory // fitting.bytes_needed(head_dim)))
+
+    @classmethod
+    def _on_h200(cls, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Tuning:
+        """Measured for heads of 128; others follow from them."""
         wide = head_dim > 128
         fewest, few = _FEW_PAIRS
         if max_rows * num_kv_heads <= fewest:
@@ -64,6 +85,11 @@ class Tuning:
         # of four heads took a quarter longer than three.
         programs = {8: 1, 4: 3, 2: 4, 1: 8}[heads] * (2 if head_dim <= 64 else 1)
         return cls(16, heads, warps=heads, buffers=2, programs_per_multiprocessor=programs)
+
+    def bytes_needed(self, head_dim: int) -> int:
+        """About how many bytes of shared memory a program takes, rounded up: keys and values of 16 bits, and a quarter
+        for what they are multiplied with. Of 32 bits it is as much, as one unit is in flight."""
+        return 2 * self.buffers * self.heads * self.unit * next_power_of_2(head_dim) * 2 * 5 // 4
 
 
 def row_steps(max_rows: int, num_kv_heads: int) -> tuple[int, ...]:
@@ -99,8 +125,8 @@ class DecodeWork:
         device: torch.device,
         tuning: Tuning | None = None,
     ) -> DecodeWork:
-        """Room for steps of up to `max_rows` rows; `tuning` None chooses it for so many."""
-        tuning = tuning or Tuning.of(max_rows, num_heads, num_kv_heads, head_dim)
+        """Room for steps of up to `max_rows` rows; `tuning` None chooses it for so many on the device."""
+        tuning = tuning or Tuning.of(max_rows, num_heads, num_kv_heads, head_dim, gpu_of(device).shared_memory)
         groups = num_kv_heads // tuning.heads
         programs = max(groups, num_multiprocessors(device) * tuning.programs_per_multiprocessor)
         together = num_heads // groups

@@ -19,10 +19,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import cdiv, dot_precision, next_power_of_2, options
+from stretto.kernels.launch import cdiv, dot_precision, gpu_of, next_power_of_2, options
 from stretto.kernels.small_matmul import small_matmul_reference
 
 MAX_ROWS = 64
+KINDS_OF_ROWS = (2, 32, MAX_ROWS)
+"""Any number of rows runs in the kernels of one of these."""
 
 _BLOCK = 64
 """Rows of the weight a program."""
@@ -61,7 +63,8 @@ def few_rows_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = Non
     Contiguous, 2 to `MAX_ROWS` rows. `whole`: never in parts. Never blocks.
     """
     (outputs, width), rows = weight_OI.shape, x_MI.shape[0]
-    how = cut(outputs, width, x_MI.element_size(), rows, whole=whole)
+    tiles = gpu_of(x_MI.device).loads_tiles
+    how = cut(outputs, width, x_MI.element_size(), rows, whole=whole, loads_tiles=tiles)
     return _launch(x_MI, weight_OI, bias_O, how, gate=False)
 
 
@@ -69,14 +72,23 @@ def few_rows_matmul(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = Non
 def few_rows_gated(x_MI: Tensor, weight_2FI: Tensor, bias_2F: Tensor | None = None) -> Tensor:
     """silu(gate) * up as [M, F], of weights that hold gate first, then up. As `few_rows_matmul`."""
     (outputs, width), rows = weight_2FI.shape, x_MI.shape[0]
-    how = cut(outputs, width, x_MI.element_size(), rows, whole=True)
+    tiles = gpu_of(x_MI.device).loads_tiles
+    how = cut(outputs, width, x_MI.element_size(), rows, whole=True, loads_tiles=tiles)
     return _launch(x_MI, weight_2FI, bias_2F, how, gate=True)
 
 
-def cut(outputs: int, width: int, itemsize: int, rows: int, *, whole: bool) -> Cut:
-    """How to cut a product; the spans are the same for any number of rows. The fastest of those measured on an H200."""
+def padded(rows: int) -> int:
+    """Rows of x that a program multiplies with."""
+    return max(16, next_power_of_2(rows))
+
+
+def cut(outputs: int, width: int, itemsize: int, rows: int, *, whole: bool, loads_tiles: bool = True) -> Cut:
+    """How to cut a product; the spans are the same for any number of rows. The fastest of those measured on an H200.
+
+    `loads_tiles`: of the GPU. If not, a whole tile would pass through registers, of which there are too few.
+    """
     aligned = width * itemsize % 16 == 0
-    if not whole and itemsize == 2 and aligned and outputs * width <= _RESIDENT_ELEMENTS:
+    if loads_tiles and not whole and itemsize == 2 and aligned and outputs * width <= _RESIDENT_ELEMENTS:
         return Cut(_RESIDENT_SPAN, cdiv(width, _RESIDENT_SPAN), 0)
     step = 256 // itemsize
     tiles = cdiv(outputs, _BLOCK)
@@ -94,7 +106,7 @@ def cut(outputs: int, width: int, itemsize: int, rows: int, *, whole: bool) -> C
 
 def _launch(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, how: Cut, *, gate: bool) -> Tensor:
     (rows, width), outputs, device = x_MI.shape, weight_OI.shape[0], x_MI.device
-    block_m = max(16, next_power_of_2(rows))
+    block_m = padded(rows)
     if how.num_spans > 1:
         out = torch.empty(how.num_spans, rows, outputs, dtype=torch.float32, device=device)
     else:

@@ -3,7 +3,7 @@
 A product and a kernel for the gate write and read all of gate and up once more than this, which on an H200 costs a
 quarter of the product's own time. A fixed number of programs run over the tiles, so that a tile's first operands are on
 their way while the last one's gate is computed. A tile holds the same columns of gate and of up. Weights of 16 bits, on
-GPUs that load tiles by themselves (TMA: Hopper and newer). Legend: M rows of x, I in-features, F ffn.
+GPUs that `runs_on` names. Legend: M rows of x, I in-features, F ffn.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.kernels.elementwise import silu_and_mul_reference
 from stretto.kernels.jit import kernel
-from stretto.kernels.launch import INTERPRETED, cdiv, num_multiprocessors, options
+from stretto.kernels.launch import INTERPRETED, Gpu, cdiv, gpu_of, num_multiprocessors, options
 
 LEAST_ROWS = 1024
 """With fewer, too few tiles of 128 rows to keep an H200's multiprocessors busy: 768 of the 0.6B gain nothing."""
 
 _ROWS, _COLUMNS, _DEPTH = 128, 128, 64
 """Of a tile: rows of x, columns of gate (and of up), and elements of k at a time."""
+_SHARED_MEMORY = 180 * 1024
+"""Bytes that a program has room for: the operands of three turns, and the tile of the result."""
 _GROUP = 8
 """Tiles with the same columns that follow each other: their weights are read from memory once."""
 
@@ -38,11 +40,15 @@ def takes(rows: int, weight_2FI: Tensor) -> bool:
     return rows >= LEAST_ROWS and weight_2FI.dtype.itemsize == 2 and _fits(*weight_2FI.shape, weight_2FI.device)
 
 
+def runs_on(gpu: Gpu) -> bool:
+    """Whether `gated_matmul` has what it needs: data-centre GPUs from Hopper on; newer ones for desktops lack room."""
+    return gpu.loads_tiles and gpu.shared_memory >= _SHARED_MEMORY
+
+
 @functools.cache
 def _fits(outputs: int, width: int, device: torch.device) -> bool:
-    if outputs % (2 * _COLUMNS) or width % _DEPTH or device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    whole_tiles = outputs % (2 * _COLUMNS) == 0 and width % _DEPTH == 0
+    return whole_tiles and device.type == "cuda" and runs_on(gpu_of(device))
 
 
 # hot path (of large steps)

@@ -1,4 +1,4 @@
-"""How kernels are launched: whether Triton is there, interpreted or compiled, and dependent launch.
+"""How kernels are launched: interpreted or compiled, on what GPU, and dependent launch.
 
 Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and Synchronization"): a kernel
 may begin while the one before it in the stream still runs, up to its `gdc_wait`. Every kernel here waits before it
@@ -9,12 +9,45 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import dataclass
 
 import torch
 import triton
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run in Triton's interpreter on CPU tensors (TRITON_INTERPRET=1, for tests)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What launches depend on."""
+
+    capability: tuple[int, int]
+    shared_memory: int
+    """The most bytes of it that a program may have."""
+    multiprocessors: int
+
+    @property
+    def loads_tiles(self) -> bool:
+        """Whether it copies tiles into shared memory by itself (TMA: Hopper and newer); elsewhere they pass through
+        registers."""
+        return self.capability >= (9, 0)
+
+
+H200 = Gpu(capability=(9, 0), shared_memory=227 * 1024, multiprocessors=132)
+
+stand_in = Gpu(H200.capability, H200.shared_memory, multiprocessors=3)
+"""What kernels on a CPU, in the interpreter, are launched for."""
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """What `device` is; never blocks. hot path"""
+    if device.type != "cuda":
+        return stand_in
+    found = torch.cuda.get_device_properties(device)
+    shared_memory = found.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
+    return Gpu((found.major, found.minor), shared_memory, found.multi_processor_count)
 
 
 @functools.cache
@@ -25,13 +58,12 @@ def dependent_launch(device: torch.device) -> bool:
     """
     if device.type != "cuda" or INTERPRETED or os.environ.get("STRETTO_DISABLE_PDL", "0") not in ("", "0"):
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return gpu_of(device).capability >= (9, 0)
 
 
-@functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the GPU; a small number under the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    """Multiprocessors of the GPU; a small number under the interpreter. hot path"""
+    return gpu_of(device).multiprocessors
 
 
 def options(device: torch.device) -> dict[str, bool]:

@@ -1,7 +1,8 @@
 """Compiles every kernel for Hopper, without a GPU: `python -m tests.helpers.compile_kernels bfloat16` (or float32).
 
 Triton's interpreter accepts programs that its compiler does not (a name with two types, say). The kernels' own launch
-functions are called on CPU tensors, with the launch replaced by a compilation.
+functions are called on CPU tensors, with the launch replaced by a compilation. `--others`: for other GPUs, the kernels
+that fill shared memory or registers. `--shapes`: for real models, only as far as blocks must be powers of two.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-TARGET = GPUTarget("cuda", 90, 32)
+from stretto.kernels import launch
+
+OTHERS = {
+    "A100": launch.Gpu((8, 0), 163 * 1024, 108),
+    "RTX 4090": launch.Gpu((8, 9), 99 * 1024, 128),
+    "RTX 5090": launch.Gpu((12, 0), 99 * 1024, 170),
+}
+LARGE_KERNELS = ("_decode_attention", "_prefill_attention", "_resident", "_streamed", "_gated_matmul")
+"""Those whose tiles are as large as a GPU allows."""
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -35,15 +44,34 @@ _POINTERS = {
 compiled: dict[str, Any] = {}
 stack_bytes: dict[str, int] = {}
 """Of each kernel, the most that a thread of one of its binaries needs beside its registers."""
+shared_bytes: dict[str, int] = {}
+"""Of each kernel, the most shared memory that a program of one of its binaries needs."""
 parsed: set[str] = set()
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    """Stands in for `Kernel.run`."""
-    arguments, options = _arguments(self, args, kwargs)
-    binary = compiled[self.__name__] = triton.compile(ASTSource(fn=self, **arguments), target=TARGET, options=options)
-    stack_bytes[self.__name__] = max(_stack_bytes(binary.asm["cubin"]), stack_bytes.get(self.__name__, 0))
+def _target(gpu: launch.Gpu) -> GPUTarget:
+    major, minor = gpu.capability
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+def compile_for(gpu: launch.Gpu, only: Collection[str] | None = None) -> Callable[..., None]:
+    """What stands in for `Kernel.run`; each binary once. `only`: the names of kernels."""
+    done: set[str] = set()
+
+    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        name = self.__name__
+        arguments, options = _arguments(self, args, kwargs)
+        key = f"{name} {arguments} {options}"
+        if key in done or (only is not None and name not in only):
+            return
+        done.add(key)
+        binary = triton.compile(ASTSource(fn=self, **arguments), target=_target(gpu), options=options)
+        compiled[name] = binary
+        stack_bytes[name] = max(_stack_bytes(binary.asm["cubin"]), stack_bytes.get(name, 0))
+        shared_bytes[name] = max(binary.metadata.shared, shared_bytes.get(name, 0))
+
+    return compile_instead
 
 
 class _Parsed(Exception):
@@ -63,7 +91,7 @@ def parse_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any)
     if key not in parsed:
         parsed.add(key)
         with suppress(_Parsed):
-            triton.compile(_ParsedSource(fn=self, **arguments), target=TARGET, options=options)
+            triton.compile(_ParsedSource(fn=self, **arguments), target=_target(launch.H200), options=options)
 
 
 def _arguments(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -132,6 +160,7 @@ SHAPES = {
     "Llama-3.1-70B": Shape(8192, 28_672, 64, 8, 128, 128_256),
 }
 """Real models that fit into a GPU or two."""
+LLAMA_2_7B = Shape(4096, 11_008, 32, 32, 128, 32_000)
 
 
 def _zeros(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
@@ -144,16 +173,11 @@ longs = partial(_zeros, torch.int64)
 def launch_model(dtype: torch.dtype, shape: Shape) -> None:
     """What decode steps and prompts of a model of this shape launch, for one row, few and many."""
     from stretto.kernels import (
-        decode_attention,
-        decode_work,
         elementwise,
         exchange,
         few_rows,
         gated_matmul,
-        invariant_attention,
         peer_buffers,
-        prefill_attention,
-        prefill_work,
         rope_write,
         sampling,
     )
@@ -185,7 +209,7 @@ def launch_model(dtype: torch.dtype, shape: Shape) -> None:
         few_rows.few_rows_matmul(low(count, hidden), weights["qkv"], low(width), whole=True)
         few_rows.few_rows_gated(low(count, hidden), weights["gate_up"])
         few_rows.few_rows_matmul(low(count, hidden), weights["head"], whole=True)
-    if dtype.itemsize == 2 and ffn % 128 == 0 and hidden % 64 == 0:
+    if dtype.itemsize == 2 and ffn % 128 == 0 and hidden % 64 == 0 and gated_matmul.runs_on(launch.gpu_of(cpu)):
         gated_matmul.gated_matmul(low(1100, hidden), weights["gate_up"])
     elementwise.add_rms_norm(low(2, hidden), low(2, hidden), norm.weight, 1e-6)
     elementwise.add_rms_norm(low(2, hidden), torch.zeros(4, 2, hidden), norm.weight, 1e-6)
@@ -200,6 +224,19 @@ def launch_model(dtype: torch.dtype, shape: Shape) -> None:
     keys, values = low(8, kv_heads, 16, dim), low(8, kv_heads, 16, dim)
     for qkv in (torch.zeros(2, 2, heads + 2 * kv_heads, dim), low(2, heads + 2 * kv_heads, dim)):
         rope_write.rope_write(qkv, longs(2), longs(2), transform, keys, values)
+    launch_attention(dtype, shape)
+    logits, room = low(3, shape.vocabulary), sampling.SampleScratch.allocate(3, shape.vocabulary, cpu)
+    sampling.sample_rows(logits, longs(3), longs(3), torch.zeros(9), longs(9), longs(9, 64), longs(9), longs(3), room)
+
+
+def launch_attention(dtype: torch.dtype, shape: Shape) -> None:
+    """What of it a model of this shape launches: for decode rows, few and many, and for prompts."""
+    from stretto.kernels import decode_attention, decode_work, invariant_attention, prefill_attention, prefill_work
+
+    cpu = torch.device("cpu")
+    heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
+    low = partial(_zeros, dtype)
+    keys, values = low(8, kv_heads, 16, dim), low(8, kv_heads, 16, dim)
     tables = (longs(9, 4), longs(4), longs(4))
     for most in (4, *decode_work.row_steps(256, kv_heads)):
         work = decode_work.DecodeWork.allocate(most, heads, kv_heads, dim, cpu)
@@ -217,15 +254,13 @@ def launch_model(dtype: torch.dtype, shape: Shape) -> None:
         invariant_attention.invariant_attention(
             q, keys, values, *tables, longs(4), 4, 0.1, torch.empty_like(q), *(() if parts is None else (parts,))
         )
-    logits, room = low(3, shape.vocabulary), sampling.SampleScratch.allocate(3, shape.vocabulary, cpu)
-    sampling.sample_rows(logits, longs(3), longs(3), torch.zeros(9), longs(9), longs(9, 64), longs(9), longs(3), room)
 
 
-def prepare() -> None:
-    """Let kernels be launched as on a Hopper GPU, by whatever stands in for `Kernel.run`."""
-    from stretto.kernels import launch
-
-    launch.dependent_launch = lambda device: True  # type: ignore[assignment]
+def prepare(gpu: launch.Gpu = launch.stand_in) -> None:
+    """Let kernels be launched as on such a GPU, by whatever stands in for `Kernel.run`."""
+    launch.stand_in = gpu
+    launch.gpu_of.cache_clear()
+    launch.dependent_launch = lambda device: gpu.capability >= (9, 0)  # type: ignore[assignment]
 
 
 def compile_all(dtype: torch.dtype) -> None:
@@ -246,7 +281,7 @@ def compile_all(dtype: torch.dtype) -> None:
     )
     from stretto.kernels import small_matmul as products
 
-    jit.Kernel.run = compile_instead  # type: ignore[method-assign]
+    jit.Kernel.run = compile_for(launch.H200)  # type: ignore[method-assign]
     prepare()
     cpu = torch.device("cpu")
     launch_model(dtype, Shape(1024, 256, 16, 8, 128, 512))
@@ -287,6 +322,24 @@ def parse_all(dtype: torch.dtype) -> None:
             raise AssertionError(f"{name}: {shape}") from error
 
 
+def compile_others(dtype: torch.dtype) -> dict[str, dict[str, dict[str, int]]]:
+    """What models launch on `OTHERS`: of each GPU, the shared memory and stack that its kernels need."""
+    from stretto.kernels import jit
+
+    needs = {}
+    for name, gpu in OTHERS.items():
+        jit.Kernel.run = compile_for(gpu, LARGE_KERNELS)  # type: ignore[method-assign]
+        prepare(gpu)
+        launch_model(dtype, SHAPES["Qwen3-0.6B"])
+        if name == "RTX 4090":  # the tightest; these group their heads in other ways
+            launch_attention(dtype, SHAPES["Qwen3-8B"])
+            launch_attention(dtype, LLAMA_2_7B)
+        needs[name] = {"shared": dict(shared_bytes), "stack": dict(stack_bytes)}
+        shared_bytes.clear()
+        stack_bytes.clear()
+    return needs
+
+
 def _compile_plan(rows: int, plan: Any, plan_mixed: Any, work: Any, blocks: Any, dtype: torch.dtype) -> None:
     from stretto.config import SchedulerConfig
     from stretto.engine.staging import PlanLayout
@@ -310,9 +363,11 @@ if __name__ == "__main__":
     if sys.argv[2:] == ["--shapes"]:
         parse_all(getattr(torch, sys.argv[1]))
         print(len(parsed), "launches of", len(SHAPES), "shapes")
+    elif sys.argv[2:] == ["--others"]:
+        print(json.dumps(compile_others(getattr(torch, sys.argv[1]))))
     else:
         compile_all(getattr(torch, sys.argv[1]))
         for name in sys.argv[2:]:
             print(compiled[name].asm["ttgir"])
         print(len(compiled), "kernels:", ", ".join(sorted(compiled)))
-        print("stack:", json.dumps(stack_bytes))
+        print("needs:", json.dumps({"shared": shared_bytes, "stack": stack_bytes}))
