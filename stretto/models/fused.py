@@ -139,7 +139,10 @@ class FusedDecoder:
         return self.decoder.kv_dtype
 
     def warm_up(self, max_tokens: int) -> None:
-        """Compile what steps of up to `max_tokens` tokens launch only if they are large. Blocks."""
+        """Compile what steps of up to `max_tokens` tokens launch only if they are large, and the head for any number of
+        rows: prompts are scored by up to `FEW_ROWS` at once, however few may decode together. Blocks."""
+        for rows in (1, *few_rows.KINDS_OF_ROWS):
+            self.own_logits(self.embedding_VD.new_zeros(rows, self.config.hidden_size), None)
         if max_tokens >= gated_matmul.LEAST_ROWS:
             x_TD = self.embedding_VD.new_zeros(gated_matmul.LEAST_ROWS, self.config.hidden_size)
             self._gated(x_TD, self._layers[0].gate_up)

@@ -23,6 +23,8 @@ pytestmark = [
 ]
 LOADS = ((1, 1), (1, 1000), (1, 3500), (5, 30), (64, 9), (20, 200), (40, 100))
 """(requests, tokens of each prompt); they arrive one by one while others decode if there are less than 64."""
+SCORED_LOADS = ((1, 1), (1, 2), (1, 7), (1, 18), (1, 40), (1, 1000), (5, 30))
+"""Prompts are scored by up to 64 tokens at once, also where fewer requests may run."""
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -30,9 +32,15 @@ def test_nothing_is_compiled_once_an_engine_has_started(tmp_path: Path, determin
     assert_nothing_is_compiled_later(tmp_path, deterministic, 1)
 
 
-def assert_nothing_is_compiled_later(folder: Path, deterministic: bool, ranks: int) -> None:
-    """By the first of `ranks` ranks."""
-    command = [sys.executable, "-m", "tests.gpu.test_compiled_gpu", str(folder), str(int(deterministic)), str(ranks)]
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 16])
+def test_nothing_is_compiled_where_few_may_run(tmp_path: Path, max_num_seqs: int) -> None:
+    assert_nothing_is_compiled_later(tmp_path, False, 1, max_num_seqs)
+
+
+def assert_nothing_is_compiled_later(folder: Path, deterministic: bool, ranks: int, max_num_seqs: int = 64) -> None:
+    """By the first of `ranks` ranks. Fewer than 64 requests at once are only asked what differs for them."""
+    options = (str(int(deterministic)), str(ranks), str(max_num_seqs))
+    command = [sys.executable, "-m", "tests.gpu.test_compiled_gpu", str(folder), *options]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     started_with, *later = found.stdout.splitlines()
@@ -40,7 +48,7 @@ def assert_nothing_is_compiled_later(folder: Path, deterministic: bool, ranks: i
     assert later == []
 
 
-def main(folder: Path, deterministic: bool, ranks: int) -> None:
+def main(folder: Path, deterministic: bool, ranks: int, max_num_seqs: int) -> None:
     """Print how many kernels starting compiles, then a line for each that is compiled later."""
     import triton
 
@@ -55,16 +63,17 @@ def main(folder: Path, deterministic: bool, ranks: int) -> None:
     config = engine_config(
         "qwen3-0.6b",
         folder,
-        max_num_seqs=64,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=4096,
         kv_cache_memory_bytes=2**30,
         deterministic=deterministic,
         tensor_parallel_size=ranks,
     )
+    mixes, loads = ((*MIXES.values(), ADJUSTED, SCORED), LOADS) if max_num_seqs >= 64 else ((SCORED,), SCORED_LOADS)
     with closing(Runtime.start(config)) as runtime:
         print(len(compiled))
-        for params in (*MIXES.values(), ADJUSTED, SCORED):
-            for count, length in LOADS:
+        for params in mixes:
+            for count, length in loads:
                 compiled.clear()
                 for index in range(count):
                     runtime.add([7 + index] * length, params, seed=index)
@@ -77,4 +86,4 @@ def main(folder: Path, deterministic: bool, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), bool(int(sys.argv[2])), int(sys.argv[3]))
+    main(Path(sys.argv[1]), bool(int(sys.argv[2])), int(sys.argv[3]), int(sys.argv[4]))
