@@ -115,7 +115,7 @@ def test_stats_is_one_line_of_figures(stretto: Any, model: list[str]) -> None:
     )
     last = result.err.strip().split("\n")[-1]
     assert last.startswith("9 tokens in ")
-    assert all(part in last for part in ("tokens/s", "9 steps", "bubble share", "overlap depth 2"))
+    assert all(part in last for part in ("tokens/s", "9 steps", "bubble share", "launching share", "overlap depth 2"))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_bench_throughput_prints_a_table_and_writes_json(stretto: Any, model: li
     assert 0.0 <= figures["bubble_share"] < 1.0
     assert figures["dtype"] == "float32"
     assert set(figures["versions"]) == {"stretto", "torch", "python"}
-    for row in ("output tokens", "tokens/s", "steps", "bubble share"):
+    for row in ("output tokens", "tokens/s", "steps", "bubble share", "launching share"):
         assert row in result.out
 
 

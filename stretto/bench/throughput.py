@@ -58,6 +58,8 @@ class ThroughputReport:
     device_busy_s: float
     bubble_s: float
     bubble_share: float
+    launching_share: float
+    """Share of device time in steps that the host was still launching."""
     occupancy: float
     """Device busy / wall time while anything was runnable."""
     overlap_window_s: float
@@ -87,6 +89,7 @@ class ThroughputReport:
             ("steps", f"{self.steps}"),
             ("overlap depth", f"{self.overlap_depth}"),
             ("bubble share", f"{100 * self.bubble_share:.2f} %"),
+            ("launching share", f"{100 * self.launching_share:.2f} %"),
             ("occupancy", f"{100 * self.occupancy:.2f} %"),
             ("overlap window", f"{1e3 * self.overlap_window_s:.3f} ms a step"),
             ("host", f"{self._phases()} µs a step"),
@@ -115,6 +118,7 @@ def measure_throughput(llm: LLM, workload: Workload) -> ThroughputReport:
     runnable_s, steps = after.runnable_s - before.runnable_s, after.steps - before.steps
     window_s = after.overlap_window_s * after.steps - before.overlap_window_s * before.steps
     busy_s, bubble_s = after.busy_s - before.busy_s, after.bubble_s - before.bubble_s
+    device_s = busy_s + bubble_s
     return ThroughputReport(
         model=llm.config.model,
         dtype=llm.dtype,
@@ -129,7 +133,8 @@ def measure_throughput(llm: LLM, workload: Workload) -> ThroughputReport:
         overlap_depth=after.overlap_depth,
         device_busy_s=busy_s,
         bubble_s=bubble_s,
-        bubble_share=bubble_s / (busy_s + bubble_s) if busy_s + bubble_s else 0.0,
+        bubble_share=bubble_s / device_s if device_s else 0.0,
+        launching_share=(after.launching_s - before.launching_s) / device_s if device_s else 0.0,
         occupancy=min(1.0, busy_s / runnable_s) if runnable_s else 0.0,
         overlap_window_s=window_s / steps if steps else 0.0,
         host_s={

@@ -141,5 +141,6 @@ def _figures(llm: LLM, seconds: float) -> str:
     stats = llm.stats()
     return (
         f"{stats.output_tokens} tokens in {seconds:.2f} s: {stats.output_tokens / seconds:.1f} tokens/s, "
-        f"{stats.steps} steps, bubble share {100 * stats.bubble_share:.1f} %, overlap depth {stats.overlap_depth}"
+        f"{stats.steps} steps, bubble share {100 * stats.bubble_share:.1f} %, launching share "
+        f"{100 * stats.launching_share:.1f} %, overlap depth {stats.overlap_depth}"
     )
