@@ -125,14 +125,21 @@ class EngineConfig:
     hf_token: str | None = field(default=None, repr=False)
     load_format: LoadFormat = "auto"
     dtype: str = "auto"
+    """`auto` on a GPU: the checkpoint's, if of 16 bits, or bfloat16; on a CPU: what it computes fast."""
     device: str = "auto"
     num_threads: int | None = None
     max_model_len: int | None = None
+    """None: the model's context length, but at most 8192."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    """None: 8192 on a GPU, 512 on a CPU, and at least `max_num_seqs`."""
     page_size: int | None = None
+    """None: 16 on a GPU, 64 on a CPU."""
     kv_cache_memory_bytes: int | None = None
+    """None: on a GPU what `gpu_memory_utilization` leaves; on a CPU the least of 4 GiB, half of what is free and
+    what `max_num_seqs` requests could use. Without prefix caching never more than that last."""
     num_pages: int | None = None
+    """KV pages that requests can hold, instead of a size in bytes."""
     overlap_depth: int | None = None
     batch_policy: BatchPolicy = "mixed"
     max_logprobs: int = 20

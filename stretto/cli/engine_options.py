@@ -47,10 +47,10 @@ OPTIONS: dict[str, Any] = {
     "tokenizer": _option(_MODEL, "Tokenizer directory, if not the model's own."),
     "revision": _option(_MODEL, "Branch, tag or commit of a hub model."),
     "load_format": _option(_MODEL, f"{_one_of(*get_args(LoadFormat))}; dummy makes random weights."),
-    "dtype": _option(_MODEL, f"{_one_of(*DTYPES)}."),
+    "dtype": _option(_MODEL, f"{_one_of(*DTYPES)}; auto on a GPU is the checkpoint's, on a CPU what it computes fast."),
     "device": _option(_ENGINE, "auto, cpu, cuda or cuda:N."),
     "num_threads": _option(_ENGINE, "CPU threads of the device; all by default."),
-    "max_model_len": _option(_ENGINE, "Longest sequence in tokens; the model's by default."),
+    "max_model_len": _option(_ENGINE, "Longest sequence in tokens; the model's by default, but at most 8192."),
     "max_num_seqs": _option(_ENGINE, "Requests that may run at once."),
     "max_num_batched_tokens": _option(_ENGINE, "Tokens of one step; chosen by device."),
     "batch_policy": _option(_ENGINE, f"{_one_of(*get_args(BatchPolicy))}: whether prompts and answers share a step."),
@@ -64,7 +64,9 @@ OPTIONS: dict[str, Any] = {
         "--deterministic/--no-deterministic",
     ),
     "gpu_memory_utilization": _option(_CACHE, "Share of the GPU's memory that weights, graphs and cache may take."),
-    "kv_cache_memory_bytes": _option(_CACHE, "Memory of the KV cache; what is left by default."),
+    "kv_cache_memory_bytes": _option(
+        _CACHE, "Bytes of the KV cache; by default what is left on a GPU, up to 4 GiB on a CPU."
+    ),
     "num_pages": _option(_CACHE, "KV pages, instead of a size in bytes; also --num-gpu-blocks-override."),
     "page_size": _option(
         _CACHE,
