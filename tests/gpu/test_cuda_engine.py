@@ -6,11 +6,13 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from stretto import LLM
 from stretto.assembly import assemble
 from stretto.bench import workloads
 from stretto.config import EngineConfig
@@ -18,6 +20,7 @@ from stretto.engine.engine import Engine, InFlightStep
 from stretto.request import SamplingParams
 from stretto.runtime import Runtime
 from stretto.scheduler.batch import StepPlan
+from tests.helpers.tiny_models import save, tiny_config, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,6 +110,18 @@ def test_depth_and_graphs_change_no_token(model: Path, mix: str) -> None:
                 streams[depth, eager] = outputs_of(runtime, given, MIXES[mix])
     assert len({str(value) for key, value in streams.items() if not key[1]}) == 1, "depths differ with graphs"
     assert len({str(value) for key, value in streams.items() if key[1]}) == 1, "depths differ without graphs"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_auto_takes_a_float16_checkpoint_as_it_is(tmp_path: Path, dtype: str) -> None:
+    """Its sixteen bits have three more for the fraction than bfloat16's. float32 is not worth its time."""
+    save(tiny_model(tiny_config("llama")).to(getattr(torch, dtype)), tmp_path)
+    options = {"skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 64, "kv_cache_memory_bytes": 2**24}
+    with LLM(str(tmp_path), device="cuda", **options) as llm:
+        assert llm.dtype == ("float16" if dtype == "float16" else "bfloat16")
+        params = replace(MIXES["greedy"], detokenize=False)
+        answers = llm.generate([[5, 17, 99], [3, 1, 4, 1, 5]], params, use_tqdm=False)
+    assert [len(answer.outputs[0].token_ids) for answer in answers] == [40, 40]
 
 
 @pytest.mark.parametrize("dtype", ["float32"])

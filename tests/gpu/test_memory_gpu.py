@@ -30,10 +30,12 @@ SPARE = 0.03
 """Part of what is allowed that may stay unused: workspace is sized for all kinds of steps together."""
 
 
-@pytest.mark.parametrize(("rows", "fills"), [(8, False), (256, False), (512, True)])
-def test_memory_in_use_stays_within_the_utilization(tmp_path: Path, rows: int, fills: bool) -> None:
-    """`fills`: the requests could use more than there is, so that the cache takes all that is left."""
-    command = [sys.executable, "-m", "tests.gpu.test_memory_gpu", str(tmp_path), str(rows)]
+@pytest.mark.parametrize(
+    ("rows", "caching", "fills"), [(8, True, True), (256, False, False), (512, False, True)], ids=str
+)
+def test_memory_in_use_stays_within_the_utilization(tmp_path: Path, rows: int, caching: bool, fills: bool) -> None:
+    """`fills`: the cache takes all that is left, for prefixes, or as the requests could use more than there is."""
+    command = [sys.executable, "-m", "tests.gpu.test_memory_gpu", str(tmp_path), str(rows), str(int(caching))]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     lines = [json.loads(line) for line in found.stdout.splitlines()]
@@ -69,7 +71,7 @@ def _stages(runtime: Runtime, rows: int) -> Iterator[str]:
         yield name
 
 
-def main(folder: Path, rows: int) -> None:
+def main(folder: Path, rows: int, caching: bool) -> None:
     """Start an engine of the 0.6B's shape, run everything, and print what was in use after each stage."""
     parts = assemble(
         engine_config(
@@ -77,7 +79,7 @@ def main(folder: Path, rows: int) -> None:
             folder,
             max_num_seqs=rows,
             gpu_memory_utilization=UTILIZATION,
-            enable_prefix_caching=False,
+            enable_prefix_caching=caching,
         )
     )
     assert parts.memory is not None
@@ -91,4 +93,4 @@ def main(folder: Path, rows: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), bool(int(sys.argv[3])))
