@@ -87,8 +87,8 @@ class Tuning:
         return cls(16, heads, warps=heads, buffers=2, programs_per_multiprocessor=programs)
 
     def bytes_needed(self, head_dim: int) -> int:
-        """About how many bytes of shared memory a program takes, rounded up: keys and values of 16 bits, and a quarter
-        for what they are multiplied with. Of 32 bits it is as much, as one unit is in flight."""
+        """About how many bytes of shared memory a program takes: keys and values of 16 bits, and a quarter for what
+        they are multiplied with. Of 32 bits it is as much, as one unit is in flight."""
         return 2 * self.buffers * self.heads * self.unit * next_power_of_2(head_dim) * 2 * 5 // 4
 
 
