@@ -56,6 +56,20 @@ def held_interrupts() -> Iterator[InterruptGate]:
         gate.check()
 
 
+@contextmanager
+def ignored_interrupts() -> Iterator[None]:
+    """Ctrl-C does nothing in this block. Only the main thread can see to that; in others the block just runs."""
+    before = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread() and before is not None  # None: no handler of Python's
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+
+
 _GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

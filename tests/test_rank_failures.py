@@ -128,24 +128,37 @@ def test_a_rank_that_is_lost_as_the_engine_closes_does_not_keep_it(dummy_model: 
 
 
 LEADER = """
+    import signal
     from tests.helpers.last_threads import tell_last_threads
     tell_last_threads()
-    import sys, time
+    import atexit, sys, time
     from stretto import LLM, SamplingParams
-    llm = LLM(sys.argv[1], tensor_parallel_size=2, load_format="dummy", dtype="float32", max_model_len=16000)
-    stream = llm.stream("the quick", SamplingParams(max_tokens=15_000, ignore_eos=True))
-    next(stream)
-    print("decoding", flush=True)
-    if sys.argv[2] == "decode":
-        for _ in stream:
-            pass
+
+    def decode():
+        llm = LLM(sys.argv[1], tensor_parallel_size=2, load_format="dummy", dtype="float32", max_model_len=16000)
+        stream = llm.stream("the quick", SamplingParams(max_tokens=15_000, ignore_eos=True))
+        next(stream)
+        print("decoding", flush=True)
+        if sys.argv[2] == "decode":
+            for _ in stream:
+                pass
+        return llm, stream
+
+    handler = signal.getsignal(signal.SIGINT)
+    atexit.register(lambda: print("as before:", signal.getsignal(signal.SIGINT) == handler, flush=True))
+    if sys.argv[2] == "forgotten":
+        decode()
+    else:
+        llm, stream = decode()
     raise ValueError("the user's own mistake")
 """
 
 
-@pytest.mark.parametrize("end", ["decode", "mistake"])
+@pytest.mark.parametrize("end", ["decode", "mistake", "forgotten"])
 def test_no_rank_outlives_its_leader(dummy_model: Path, end: str) -> None:
-    """Whether it is killed in the middle of a step, or ends without having closed the engine."""
+    """Whether it is killed in the middle of a step, or ends without having closed the engine: one that it still has, or
+    one that a function has left behind.
+    """
     command = [sys.executable, "-c", textwrap.dedent(LEADER), str(dummy_model), end]
     with (
         nothing_left(),
@@ -166,6 +179,7 @@ def test_no_rank_outlives_its_leader(dummy_model: Path, end: str) -> None:
             assert "Exception ignored" not in errors  # of the stream, which nobody has closed
             (threads,) = last_threads(errors)
             assert "gloo" not in threads
+            assert leader.stdout.read() == "as before: True\n"
         wait_until_dead(everyone, LIMIT)
 
 

@@ -24,7 +24,7 @@ from stretto.distributed.agreement import (
     size_facts,
     version_facts,
 )
-from stretto.distributed.forks import keep_for_good, tell_forked_children
+from stretto.distributed.forks import keep_for_good
 from stretto.distributed.link import PROTOCOL, Beat, Digest, Hello, Link, Loading
 from stretto.distributed.patience import TICK_SECONDS
 from stretto.distributed.place import Place
@@ -96,8 +96,6 @@ class Follower:
         self._group: TensorGroup | None = None
         self._transport: FollowerTransport | None = None
         self._told = 0.0
-        atexit.register(self._end_with_process)  # called after the device's end, which is registered later
-        tell_forked_children(self._forget)
 
     def join(self, resolved: ResolvedModel, model: ModelConfig, device: Device) -> TensorGroup:
         """See `Member`."""
@@ -114,6 +112,7 @@ class Follower:
         self._group = device.call(
             lambda: connect_group(join_store(addresses["store"]), place.rank, place.size, kind, host=self._host)
         )
+        atexit.register(self._group.end_with_process)  # nothing of this object: the process may outlive the engine
         return self._group
 
     def agree_on_sizes(self, sizes: SchedulerConfig) -> SchedulerConfig:
@@ -191,12 +190,3 @@ class Follower:
         self.abort()
         if self._group is not None:
             keep_for_good(self._group)  # of NCCL's groups as well the end may wait
-
-    def _forget(self) -> None:
-        """A forked child ends without touching the parent's connections."""
-        atexit.unregister(self._end_with_process)
-        keep_for_good(self)
-
-    def _end_with_process(self) -> None:
-        if self._group is not None:
-            self._group.end_with_process()

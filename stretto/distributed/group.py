@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stretto.distributed.forks import keep_for_good, let_go
+from stretto.distributed.forks import keep_for_good, let_go, tell_forked_children
 from stretto.errors import EngineBroken
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class TensorGroup(Protocol):
     def end_with_process(self) -> None:
         """The process is about to end, and whether the group was closed is not known. Blocks for two seconds at most.
 
-        No thread of the group may come back to the interpreter after this: one that does while the interpreter is torn
-        down takes the process with it, by SIGABRT.
+        As far as that suffices, no thread of the group comes back to the interpreter after this: one that does while
+        the interpreter is torn down takes the process with it, by SIGABRT. Idempotent; nothing in a forked child.
         """
 
 
@@ -168,6 +168,9 @@ class GlooGroup:
         `close` has seen its end: destroying a group waits for its calls, and nobody need ever close an engine that
         failed."""
         self._group: Any = gloo(store, rank, size, options)
+        self._is_copy = False
+        """Of a forked child, which has none of its threads."""
+        tell_forked_children(self._forget)
 
     def peers_for(self, x: Tensor) -> PeerBuffers | None:
         """There is no such way. hot path"""
@@ -204,7 +207,12 @@ class GlooGroup:
 
     def end_with_process(self) -> None:
         """See `TensorGroup`. Gloo's threads give tensors back that Python has seen, for which they need its lock."""
-        self.close()
+        if not self._is_copy:
+            self.close()
+
+    def _forget(self) -> None:
+        self._is_copy = True
+        keep_for_good(self)
 
     def _settle(self) -> None:
         until = time.monotonic() + _SETTLE_S

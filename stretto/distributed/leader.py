@@ -7,7 +7,6 @@ other; this is what it asks while it is assembled, what it gets its turns from, 
 from __future__ import annotations
 
 import atexit
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ from stretto.distributed.rendezvous import join_store, open_listener, open_store
 from stretto.distributed.turns import LeaderTurns
 from stretto.distributed.watch import Watch
 from stretto.errors import EngineBroken, InvalidRequest, StrettoError
+from stretto.interrupts import ignored_interrupts
 from stretto.scheduler.loop import Witness
 from stretto.scheduler.scheduler import Scheduler
 from stretto.scheduler.turns import Inbox, TurnSource
@@ -225,13 +225,18 @@ class Leader:
 
     def abandon(self) -> None:
         """End all ranks without a last turn, and without waiting for it: nobody has the engine any more."""
-        atexit.unregister(self._end_with_process)
+        self.watch.on_end = self._let_go
         self.watch.abandon()
 
     def _end_with_process(self) -> None:
         """The interpreter ends with an engine that nobody has closed. Blocks for some seconds at most."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C would leave half of it
-        self.watch.close(orderly=False)
+        with ignored_interrupts():  # one more Ctrl-C would leave half of it
+            self.watch.close(orderly=False)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """All ranks have ended, and nobody closes the engine: leave nothing to a torn-down interpreter."""
+        atexit.unregister(self._end_with_process)
         if self._transport is not None:
             self._transport.close()
         if self._group is not None:

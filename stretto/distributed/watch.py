@@ -67,6 +67,8 @@ class Watch:
         """What the leader's own loop does; set when there is one."""
         self.on_digest: Callable[[int, bytes], str | None] = lambda rank, data: None
         """Compares a follower's digests with the leader's; what it returns is a failure. Set before the loop runs."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called by the watch's thread once all ranks have ended, its last deed. Set before `abandon`."""
         self._aborts: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="stretto-ranks", daemon=True)
         self._thread.start()
@@ -178,6 +180,7 @@ class Watch:
             until = time.monotonic() + (CLOSE_SECONDS if self.failure is None else 0.0)
             self._end_all(until)
             self._aborts.clear()
+            self.on_end()
 
     def _begin(self, start_children: Callable[[], list[Child]]) -> None:
         self._start_children = None
