@@ -35,12 +35,13 @@ def test_units_of_decode_attention_fit_into_shared_memory(rows: int, heads: int,
     tuning = Tuning.of(rows, heads, kv_heads, dim, ROOM)
     assert tuning.bytes_needed(dim) <= ROOM
     assert kv_heads % tuning.heads == 0
+    # All programs of a multiprocessor begin at once.
+    assert tuning.programs_per_multiprocessor * tuning.bytes_needed(dim) <= ROOM
+    assert tuning.warps >= 1
     widest = Tuning.of(rows, heads, kv_heads, dim)
     if widest.bytes_needed(dim) <= ROOM:
-        assert tuning == widest
-    else:  # what is on a multiprocessor at once begins at once
-        assert tuning.programs_per_multiprocessor * tuning.bytes_needed(dim) <= ROOM
-        assert tuning.warps >= 1
+        assert (tuning.heads, tuning.unit, tuning.warps) == (widest.heads, widest.unit, widest.warps)
+        assert tuning.programs_per_multiprocessor <= widest.programs_per_multiprocessor
 
 
 def test_heads_of_a_unit_are_as_many_as_fit() -> None:

@@ -56,16 +56,18 @@ class Tuning:
         shared_memory: int = H200.shared_memory,
     ) -> Tuning:
         """For steps of up to `max_rows` rows, on a GPU whose programs may have so many bytes of shared memory."""
-        tuning = cls._on_h200(max_rows, num_heads, num_kv_heads, head_dim)
-        fitting = tuning
+        tuning = fitting = cls._on_h200(max_rows, num_heads, num_kv_heads, head_dim)
+        if shared_memory >= H200.shared_memory:
+            return tuning
         while fitting.bytes_needed(head_dim) > shared_memory and (fitting.heads > 1 or fitting.unit > 16):
             if fitting.heads > 1:
                 fitting = replace(fitting, heads=fitting.heads // 2, warps=max(1, fitting.warps // 2))
             else:
                 fitting = replace(fitting, unit=fitting.unit // 2)
+        at_once = max(1, shared_memory // fitting.bytes_needed(head_dim))
         if fitting == tuning:
-            return tuning
-        return replace(fitting, programs_per_multiprocessor=max(1, shared_memory // fitting.bytes_needed(head_dim)))
+            at_once = min(at_once, tuning.programs_per_multiprocessor)
+        return replace(fitting, programs_per_multiprocessor=at_once)
 
     @classmethod
     def _on_h200(cls, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Tuning:
