@@ -315,28 +315,10 @@ def test_weights_and_configuration_survive_the_way_through_gguf(tmp_path: Path, 
     assert (config["eos_token_id"], config["bos_token_id"]) == (2, None)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head", "expected"),
-    [
-        (torch.float32, None, "float32"),
-        (torch.float16, None, "float16"),
-        (torch.float16, "BF16", None),
-        (torch.float16, "Q8_0", None),
-    ],
-)
-def test_a_file_has_the_dtype_that_all_its_matrices_have(
-    tmp_path: Path, dtype: torch.dtype, head: str | None, expected: str | None
-) -> None:
-    model = tiny_model("llama")
-    for weight in model.parameters():
-        if weight.dim() > 1:  # norms stay float32, as in every file
-            weight.data = weight.data.to(dtype)
-    other = {}
-    if head is not None:
-        raw = reference.quantize(np.ones((40, 64), np.float32), Types[head])
-        other["output.weight"] = (raw, Types[head])
-    file = GGUFFile(write_model(tmp_path / "x.gguf", model, tensors=other))
-    assert config_from_gguf(file)["dtype"] == expected
+def test_how_a_file_stores_matrices_is_not_the_models_dtype(tmp_path: Path) -> None:
+    """Those of bfloat16 models are often stored as F16, in which what they compute might overflow."""
+    model = tiny_model("llama").to(torch.float16)
+    assert "dtype" not in config_from_gguf(GGUFFile(write_model(tmp_path / "x.gguf", model)))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ def _automatic(device: torch.device, checkpoint_dtype: str | None) -> ResolvedDt
     if device.type != "cpu":
         if checkpoint_dtype in ("float16", "bfloat16"):
             return ResolvedDtype(checkpoint_dtype, "as the checkpoint has them")
-        return ResolvedDtype("bfloat16", f"{checkpoint_dtype or 'unknown'} in the checkpoint, with its range")
+        why = f"the checkpoint is {checkpoint_dtype}" if checkpoint_dtype else "the checkpoint has no type of its own"
+        return ResolvedDtype("bfloat16", f"{why}; bfloat16 has float32's range")
     if fbgemm_float16_available():
         return ResolvedDtype("float16", "x86 with FBGEMM: float16 weights, float32 activations, batch-invariant")
     if onednn_bfloat16_available():

@@ -22,8 +22,6 @@ _ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
 
-_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -103,14 +101,7 @@ def config_from_gguf(gguf: GGUFFile) -> dict[str, object]:
         "mlp_bias": "blk.0.ffn_gate.bias" in gguf.tensors,
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": gguf.metadata.get("tokenizer.ggml.eos_token_id"),
-        "dtype": _matrix_dtype(gguf),
     }
-
-
-def _matrix_dtype(gguf: GGUFFile) -> str | None:
-    """The one type of all matrices (norms are float32 in every file); None if they are quantised or of several."""
-    types = {tensor.type_name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
-    return _DTYPES.get(types.pop()) if len(types) == 1 else None
 
 
 def _architecture(gguf: GGUFFile) -> str:
