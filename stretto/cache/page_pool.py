@@ -48,10 +48,14 @@ class PagePool:
         if n == 1:
             pages = [start]
         else:
-            width = 2 * n
-            pages = (np.flatnonzero(self._is_free[start : start + width])[:n] + start).tolist()
-            at = start + width
-            while len(pages) < n and (at := self._free.find(1, at)) >= 0:  # few and far apart: one by one is faster
+            pages, at, width = [], start, 2 * n
+            dense = True
+            while len(pages) < n and dense and at < self.num_pages:
+                found = np.flatnonzero(self._is_free[at : at + width])
+                pages += (found[: n - len(pages)] + at).tolist()
+                dense = len(found) * 64 > width
+                at, width = at + width, 4 * width
+            while len(pages) < n and (at := self._free.find(1, at)) >= 0:  # far apart: one by one is faster
                 pages.append(at)
                 at += 1
         if start < 0 or len(pages) < n:
