@@ -27,7 +27,7 @@ from stretto.models.gguf import GGUFFile
 from stretto.models.loader import load_config, load_model
 from stretto.models.resolve import ResolvedModel, resolve_model
 from stretto.models.shard import check_size
-from stretto.support import check_model, check_options, uses_kernels
+from stretto.support import check_model, check_options, is_gpu, uses_kernels
 from stretto.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
@@ -121,10 +121,6 @@ def _device(config: EngineConfig, place: Place) -> Device:
     return CudaDevice(int(index) if index else place.local_rank if place.size > 1 else 0)
 
 
-def _on_gpu(device: Device) -> bool:
-    return device.torch_device.type == "cuda"
-
-
 def _tokenizer(config: EngineConfig, resolved: ResolvedModel) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
@@ -184,7 +180,7 @@ def _batched_tokens(config: EngineConfig, device: Device) -> int:
 
 def _memory(config: EngineConfig, limits: SchedulerConfig, model: Decoder, device: Device) -> MemoryPlan | None:
     """How a GPU's memory is divided, unless the size of the cache was given. Raises InvalidRequest with numbers."""
-    if not _on_gpu(device) or config.num_pages or config.kv_cache_memory_bytes:
+    if not is_gpu(device) or config.num_pages or config.kv_cache_memory_bytes:
         return None
     buffers = _buffer_bytes(config, limits, model, device)
     gc.collect()  # an engine that was closed before may still hold its cache in a cycle
@@ -237,7 +233,7 @@ def _num_pages(
             "kv_cache_memory_bytes" + (f" ({memory_plan.describe()})" if memory_plan else "")
         )
     useful = needed * config.max_num_seqs
-    if config.enable_prefix_caching and (_on_gpu(device) or config.kv_cache_memory_bytes):
+    if config.enable_prefix_caching and (is_gpu(device) or config.kv_cache_memory_bytes):
         useful = max(useful, MOST_CACHED_PAGES)
     return min(affordable, useful) + 1
 
@@ -258,7 +254,7 @@ def _attention(
         dtype=model.kv_dtype,
         device=device.torch_device,
     )
-    backend, on_gpu = options.attention_backend, _on_gpu(device)
+    backend, on_gpu = options.attention_backend, is_gpu(device)
     if not uses_kernels(options, device):
         whole = model.group.size == 1
         return PagedTorchAttention(shape), EagerRunner if whole else partial(EagerRunner, split=model)

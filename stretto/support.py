@@ -21,7 +21,7 @@ LEAST_CAPABILITY = (8, 0)
 
 def check_options(config: EngineConfig, device: Device) -> None:
     """Raise InvalidRequest or NotSupported if the device cannot do what is asked for."""
-    on_gpu, backend = _is_gpu(device), config.attention_backend
+    on_gpu, backend = is_gpu(device), config.attention_backend
     if on_gpu:
         _check_capability(device.torch_device)
     if backend in ("triton", "flashinfer") and not (on_gpu or interpreted()):
@@ -51,7 +51,7 @@ def check_model(config: EngineConfig, model: ModelConfig, device: Device) -> Non
 
 def uses_kernels(config: EngineConfig, device: Device) -> bool:
     """Whether the engine runs on the Triton kernels, not on plain torch."""
-    return config.attention_backend != "torch" and (config.attention_backend != "auto" or _is_gpu(device))
+    return config.attention_backend != "torch" and (config.attention_backend != "auto" or is_gpu(device))
 
 
 def interpreted() -> bool:
@@ -91,5 +91,6 @@ def _check_deterministic(config: EngineConfig, on_gpu: bool) -> None:
         )
 
 
-def _is_gpu(device: Device) -> bool:
+def is_gpu(device: Device) -> bool:
+    """Whether the model is computed by a GPU."""
     return device.torch_device.type == "cuda"

@@ -232,7 +232,7 @@ def test_penalties_of_long_sequences_are_counted() -> None:
 
 def test_the_division_is_made_with_what_is_kept(tiny: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, of which the CPU has but the size: more steps in flight, and deterministic, cost what they take."""
-    monkeypatch.setattr("stretto.assembly._on_gpu", lambda device: True)
+    monkeypatch.setattr("stretto.assembly.is_gpu", lambda device: True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (70 * GIB, 80 * GIB))
     plain, deep, exact = (
