@@ -49,13 +49,14 @@ class PagePool:
             pages = [start]
         else:
             pages, at, width = [], start, 2 * n
-            dense = True
-            while len(pages) < n and dense and at < self.num_pages:
+            while len(pages) < n and at < self.num_pages:
                 found = np.flatnonzero(self._is_free[at : at + width])
                 pages += (found[: n - len(pages)] + at).tolist()
-                dense = len(found) * 64 > width
-                at, width = at + width, 4 * width
-            while len(pages) < n and (at := self._free.find(1, at)) >= 0:  # far apart: one by one is faster
+                at += width
+                if len(found) * 64 <= width:  # far apart: one by one is faster
+                    break
+                width *= 4
+            while len(pages) < n and (at := self._free.find(1, at)) >= 0:
                 pages.append(at)
                 at += 1
         if start < 0 or len(pages) < n:
