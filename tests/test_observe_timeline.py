@@ -73,6 +73,19 @@ def test_a_step_that_is_still_being_launched_may_wait_for_it() -> None:
     assert overlapped().timeline.recent().column("launching_s").tolist() == pytest.approx([0.2, 0.0])
 
 
+def test_sums_of_an_interval_are_those_of_its_steps() -> None:
+    told = Told()
+    told.launch(0, 0.0, 0.0, 0.0, 0.1)
+    told.process(0.1, 5.0, 5.5, device=(0.0, 5.0))
+    before = told.timeline.totals()
+    told.launch(1, 6.0, 6.0, 7.0, 7.1)
+    told.process(7.1, 12.0, 12.1, device=(7.0, 12.0))
+    interval = told.timeline.totals().since(before)
+    assert (interval.steps, interval.busy_s, interval.bubble_s) == (1, pytest.approx(5.0), pytest.approx(2.0))
+    assert interval.bubble_share == pytest.approx(2 / 7)
+    assert interval.launching_share == pytest.approx(0.1 / 7)
+
+
 def test_host_time_is_counted_by_phase() -> None:
     totals = overlapped().timeline.totals()
     assert totals.receive_s == pytest.approx(0.2)

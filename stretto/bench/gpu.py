@@ -140,16 +140,15 @@ def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchR
     """Run a workload `repeats` times."""
     seconds: list[float] = []
     marks: list[tuple[int, float]] = []
-    before = runtime.stats()
+    before = runtime.timeline.totals()
     for _ in range(repeats):
-        before = runtime.stats()
+        before = runtime.timeline.totals()
         took, marks = run(runtime, requests)
         seconds.append(took)
-    after = runtime.stats()
+    last = runtime.timeline.totals().since(before)
     median = statistics.median(seconds)
     outputs, inputs = sum(r.max_tokens for r in requests), sum(len(r.prompt_ids) for r in requests)
     longest = max(r.max_tokens for r in requests)
-    busy, bubble = after.busy_s - before.busy_s, after.bubble_s - before.bubble_s
     contexts = sum(len(r.prompt_ids) * r.max_tokens + r.max_tokens * r.max_tokens // 2 for r in requests)
     read = workloads.weight_bytes(setup.model) * longest + contexts * workloads.kv_bytes_per_token(setup.model)
     floor_s = read / FLOOR_BYTES_PER_S
@@ -159,13 +158,13 @@ def measure(runtime: Runtime, setup: Setup, name: str, requests: Sequence[BenchR
         workload=name,
         setup=setup,
         seconds=seconds,
-        steps=after.steps - before.steps,
+        steps=last.steps,
         output_tokens_per_s=outputs / median,
         input_tokens_per_s=inputs / median,
         ms_per_output=1e3 * median / longest,
         floor_ms=1e3 * floor_s / longest,
-        idle_share=bubble / (busy + bubble) if busy + bubble else 0.0,
-        launching_share=(after.launching_s - before.launching_s) / (busy + bubble) if busy + bubble else 0.0,
+        idle_share=last.bubble_share,
+        launching_share=last.launching_share,
         step_ms_by_tenth=by_tenth(marks),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,10 @@ class TimelineTotals:
     blocked_s: float = 0.0
     """In the planned wait."""
     process_s: float = 0.0
+
+    def since(self, before: TimelineTotals) -> TimelineTotals:
+        """The sums from `before`, an earlier state, to this one."""
+        return TimelineTotals(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
     @property
     def bubble_share(self) -> float:
